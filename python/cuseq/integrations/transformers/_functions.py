@@ -2,7 +2,8 @@
 
 A modeling module looks its functions up by name when a layer runs, so a replacement acts on live
 models, and on every model of that family in the process. The last model that is disabled, or freed,
-restores the original.
+restores the original. Others replace such functions too (Liger, unsloth, tests): one that stands in
+the place of ours is replaced for the next model, and is what is restored.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ Place = tuple[types.ModuleType, str]
 @dataclass
 class _Replaced:
     original: Function
+    own: Function
     models: int = 0
+
+    def is_in(self, code: types.ModuleType, name: str) -> bool:
+        """Return whether nobody has put another function in its place."""
+        return getattr(code, name) is self.own
 
 
 _replaced: dict[tuple[types.ModuleType, str], _Replaced] = {}
@@ -28,8 +34,9 @@ _replaced: dict[tuple[types.ModuleType, str], _Replaced] = {}
 
 def original_function(code: types.ModuleType, name: str) -> Function:
     """Return a modeling module's own function, also while it is replaced."""
-    if (code, name) in _replaced:
-        return _replaced[code, name].original
+    replaced = _replaced.get((code, name))
+    if replaced is not None and replaced.is_in(code, name):
+        return replaced.original
     return getattr(code, name)
 
 
@@ -41,13 +48,15 @@ def replace_function(
     Args:
         code: the modeling module.
         name: the function.
-        replacement: makes the new function from the original one; called for the first model only.
+        replacement: makes the new function from the original one; called for the first model, and
+            where another function has been put there since.
     """
-    if (code, name) not in _replaced:
-        original = getattr(code, name)
-        _replaced[code, name] = _Replaced(original)
-        setattr(code, name, replacement(original))
-    _replaced[code, name].models += 1
+    replaced = _replaced.get((code, name))
+    if replaced is None or not replaced.is_in(code, name):
+        original, models = getattr(code, name), 0 if replaced is None else replaced.models
+        replaced = _replaced[code, name] = _Replaced(original, replacement(original), models)
+        setattr(code, name, replaced.own)
+    replaced.models += 1
 
 
 def hold_function(code: types.ModuleType, name: str) -> None:
@@ -60,4 +69,6 @@ def restore_function(code: types.ModuleType, name: str) -> None:
     replaced = _replaced[code, name]
     replaced.models -= 1
     if replaced.models == 0:
-        setattr(code, name, _replaced.pop((code, name)).original)
+        del _replaced[code, name]
+        if replaced.is_in(code, name):
+            setattr(code, name, replaced.original)
