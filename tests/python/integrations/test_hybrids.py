@@ -211,6 +211,27 @@ def test_check_packing_proves_it(name, enabled, device):
     assert report.ok, str(report)
 
 
+def test_what_another_put_in_the_place_of_our_functions_is_replaced_again(monkeypatch):
+    """Else the next model would run it, and its documents would leak."""
+    first, second = make_model("qwen3_5"), make_model("qwen3_5")
+    (code,) = code_of(first)
+    names = ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"]
+    own = {name: getattr(code, name) for name in names}
+    cuseq.enable(first)
+    others = {name: functools.wraps(own[name])(functools.partial(own[name])) for name in names}
+    for name in names:
+        monkeypatch.setattr(code, name, others[name])
+    cuseq.enable(second)
+    examples = [doc[0].tolist() for doc in documents([5, 1, 9, 3])]
+    assert all(cuseq.check_packing(model, examples).ok for model in (first, second))
+    cuseq.disable(first)
+    assert cuseq.check_packing(second, examples).ok
+    for name in names:  # what another puts there later stays
+        monkeypatch.setattr(code, name, others[name])
+    cuseq.disable(second)
+    assert [getattr(code, name) for name in names] == [others[name] for name in names]
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "minimax"])
 def test_without_enable_the_check_fails(name, device):
     model = make_model(name, device)
@@ -767,6 +788,40 @@ def test_the_gated_delta_rule_by_chunks(slots, lengths, key_heads, device, monke
         for one, other in zip(ours, wanted, strict=True):
             assert not one[:, ~real].any()
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("decay", [0.01, 1.0, 5.0, 20.0])
+def test_the_decay_has_an_exact_gradient_however_strong_it_is(decay, device):
+    """In float32, against the recurrence in float64: what tokens do to themselves has no part."""
+    lengths = [65, 200, 1, 64]
+    packed = cuseq.PackedLayout.from_lengths(lengths, device=device)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 8), (2, 8), (2, 8), (2,), (2,)]
+    rows = [torch.randn(1, sum(lengths), *one, generator=generator) for one in shapes]
+    rows[3] = -decay * (1 + torch.rand(rows[3].shape, generator=generator))
+    rows[4] = rows[4].sigmoid()
+    ours = [row.to(device).requires_grad_() for row in rows]
+    out, state = delta_rule.chunked_gated_delta_rule(packed, *ours, True, True)
+    exact = [row.double().requires_grad_() for row in rows]
+    query, key, value, g, beta = exact
+    query = query * torch.rsqrt(query.square().sum(-1, keepdim=True) + 1e-6) * 8**-0.5
+    key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6)
+    outputs = []
+    for token in range(sum(lengths)):
+        if token in packed.cu_seqlens.tolist():
+            last = torch.zeros(1, 2, 8, 8, dtype=torch.float64)
+        last = last * g[:, token, :, None, None].exp()
+        read = torch.einsum("bhk,bhkv->bhv", key[:, token], last)
+        new = beta[:, token, :, None] * (value[:, token] - read)
+        last = last + key[:, token, :, :, None] * new[:, :, None]
+        outputs.append(torch.einsum("bhk,bhkv->bhv", query[:, token], last))
+    expected = torch.stack(outputs, 1)
+    weights = torch.randn(expected.shape, generator=generator)
+    found = torch.autograd.grad((out * weights.to(device)).sum() + state.sum(), ours)
+    wanted = torch.autograd.grad((expected * weights).sum() + last.sum(), exact)
+    for one, other in zip(found, wanted, strict=True):
+        error = (one.cpu() - other).abs().max() / other.abs().max()
+        assert error < 5e-5  # the sums of 64 decays round
 
 
 def _noting(plan, sizes):

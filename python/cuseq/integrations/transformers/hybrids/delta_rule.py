@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -93,6 +93,17 @@ class _Chunks(NamedTuple):
     slots: Slots
     groups: list[_Group]
 
+    def each(self) -> Iterator[tuple[_Group, slice]]:
+        """Yield each group and its places among the slots."""
+        begin = 0
+        for group in self.groups:
+            yield group, slice(begin, begin + group.slots)
+            begin += group.slots
+
+    def filled(self, rows: Sequence[Tensor], places: slice) -> list[Tensor]:
+        """Return these slots of rows, without a gradient."""
+        return Slots(self.slots.index[places], self.slots.inverse).fill(rows)
+
 
 @torch.compiler.disable
 def chunked_gated_delta_rule(
@@ -130,25 +141,15 @@ def chunked_gated_delta_rule(
             device=value.device,
             tensors=lambda made: (*made.slots, *(group.lasting for group in made.groups)),
         )
-    groups = chunks.groups
-    if not groups:
+    if not chunks.groups:
         empty = torch.zeros(1, heads, key_dim, value_dim, device=value.device)
         return query.new_zeros(1, tokens, heads, value_dim), empty if keeps_state else None
-    inputs = chunks.slots.fill((query, key, value, g, beta))
-    of_groups = zip(*(one.split([group.slots for group in groups]) for one in inputs), strict=True)
-    outputs, state = [], None
-    for group, slots in zip(groups, of_groups, strict=True):
-        out, last = _Rule.apply(*slots, group, normalise)
-        state = state if last is None else last
-        outputs.append(out)
-    out = chunks.slots.row_of(torch.cat(outputs))
-    return out, state.view(1, heads, key_dim, value_dim) if keeps_state else None
+    out, state = _Rule.apply(query, key, value, g, beta, chunks, normalise, keeps_state)
+    return out, None if state is None else state.unsqueeze(0)
 
 
 class _Rule(torch.autograd.Function):
-    """The rule of a group's chunks, of slots `[chunks * 64, heads, ...]`.
-
-    Slots of fp16 and bf16 are computed in fp32.
+    """The rule of a row's chunks. Rows of fp16 and bf16 are computed in fp32.
 
     Per chunk and head, with c the sum of g up to a token, b its beta, s and r the factors that
     normalise its query and key, and S the state before the chunk, for tokens j <= i:
@@ -172,103 +173,169 @@ class _Rule(torch.autograd.Function):
         value: Tensor,
         g: Tensor,
         beta: Tensor,
-        group: _Group,
+        chunks: _Chunks,
         normalise: bool,
+        keeps_state: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        heads = value.shape[1]
+        rows, heads = (query, key, value, g, beta), value.shape[2]
+        out = query.new_empty(len(chunks.slots.index), *value.shape[2:])
+        kept: list[Tensor] = []
+        state = None
         with torch.autocast(value.device.type, enabled=False):
-            terms = _Terms.of(query, key, value, g, beta, normalise)
-            system = terms.keys_by_keys().mul_(terms.beta.unsqueeze(2))
-            eye = torch.eye(CHUNK, dtype=system.dtype, device=system.device).expand_as(system)
-            inverse = torch.linalg.solve_triangular(system, eye, upper=False, unitriangular=True)
-            of_values, of_keys = terms.mixing(inverse)
-            writes = terms.writes()
-            states, new = _scan(
-                of_values @ terms.v, of_keys @ terms.k, writes, terms.decay, group.steps(heads)
-            )
-            out = terms.queries_by_keys() @ new
-            out.baddbmm_(terms.reads(), states)
-            last = None
-            if group.last is not None:
-                own = group.last_chunk(heads)
-                last = _after(own, states, terms.decay, writes, new).float()
-            slots = _by_slots(out, heads, heads, query.dtype)
-        norms = terms.query_norm, terms.key_norm
-        ctx.save_for_backward(query, key, value, g, beta, *norms, inverse, states, new)
-        ctx.group, ctx.normalise = group, normalise
-        return slots, last
+            for group, places in chunks.each():
+                terms = _Terms.of(chunks.filled(rows, places), heads, normalise)
+                computed = _Computed.of(terms, group.steps(heads))
+                found = terms.queries_by_keys() @ computed.new
+                found.baddbmm_(terms.reads(), computed.states)
+                _write_slots(found, heads, out[places])
+                if keeps_state and group.last is not None:
+                    own = group.last_chunk(heads)
+                    state = computed.states[own] * terms.decay[own]
+                    state = (state + terms.writes()[own].mT @ computed.new[own]).float()
+                kept += [terms.query_norm, terms.key_norm, *computed]
+        ctx.save_for_backward(*rows, *kept)
+        ctx.chunks, ctx.normalise, ctx.keeps_state = chunks, normalise, keeps_state
+        return chunks.slots.row_of(out), state
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, g, beta, *norms, inverse, states, new = ctx.saved_tensors
-        group, heads = ctx.group, value.shape[1]
+    def backward(
+        ctx: Any, out_grad: Tensor, state_grad: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        query, key, value, g, beta, *saved = ctx.saved_tensors
+        rows, kept = (query, key, value, g, beta), iter(saved)
+        chunks, heads = ctx.chunks, value.shape[2]
+        grads = [one.new_empty(len(chunks.slots.index), *one.shape[2:]) for one in rows]
         with torch.autocast(value.device.type, enabled=False):
-            terms = _Terms.of(query, key, value, g, beta, ctx.normalise, norms)
-            of_values, of_keys = terms.mixing(inverse)
-            reads, writes, decay = of_keys @ terms.k, terms.writes(), terms.decay
-            out_grad = _by_heads(grads[0], heads, states.dtype)
+            for group, places in chunks.each():
+                norms = next(kept), next(kept)
+                computed = _Computed(*(next(kept) for _ in _Computed._fields))
+                terms = _Terms.of(chunks.filled(rows, places), heads, ctx.normalise, norms)
+                (slots_grad,) = chunks.filled((out_grad,), places)
+                last = state_grad if ctx.keeps_state else None
+                found = _gradients(group, terms, computed, slots_grad, last, ctx.normalise)
+                for one, grad in zip(grads, found, strict=True):
+                    _write_slots(grad, heads, one[places])
+        return *chunks.slots.rows_of(grads), None, None, None
 
-            # From the outputs to the states, and along these from each document's last chunk.
-            states_grad = terms.reads().mT @ out_grad
-            new_grad = terms.queries_by_keys().mT @ out_grad
-            writes_grad = torch.zeros_like(writes)
-            decayed_grad = torch.zeros_like(terms.decayed)  # of the sums c
-            if group.last is not None:
-                own, grad = group.last_chunk(heads), grads[1].to(states.dtype)
-                last = _after(own, states, decay, writes, new)
-                decayed_grad[own, -1] = (grad * last).sum((1, 2))
-                writes_grad[own] = new[own] @ grad.mT
-                new_grad[own] += writes[own] @ grad
-                states_grad[own] += grad * decay[own]
-            for now, lasting, following in reversed(group.steps(heads)):
-                later = states_grad[following]
-                new_grad[lasting].baddbmm_(writes[lasting], later)
-                states_grad[lasting].addcmul_(later, decay[lasting])
-                states_grad[now].baddbmm_(reads[now].mT, new_grad[now], alpha=-1)
-            # Of all steps at once: a GPU waits for the host to launch the kernels of each.
-            followed = group.counts[0] * heads
-            written = _by_chunk(new, heads).index_select(0, group.lasting).flatten(0, 1)
-            written = _by_chunk(written @ states_grad[followed:].mT, heads)
-            _by_chunk(writes_grad, heads).index_copy_(0, group.lasting, written)
-            at_start = _by_chunk((states_grad[followed:] * states[followed:]).sum((1, 2)), heads)
-            _by_chunk(decayed_grad, heads)[:, :, -1].index_copy_(0, group.lasting, at_start)
 
-            # Queries, keys and values, as if the factors of the norm were constant.
-            pairs_grad = out_grad @ new.mT
-            pairs_grad *= terms.pairs * terms.query_scale.unsqueeze(2)
-            q_grad = pairs_grad @ terms.k
-            q_grad.addcmul_(out_grad @ states.mT, terms.query_in.unsqueeze(2))
-            k_grad = pairs_grad.mT @ terms.q
-            less_reads_grad = new_grad @ states.mT
-            of_keys_grad = (less_reads_grad @ terms.k.mT).neg_()
-            k_grad.baddbmm_(of_keys.mT, less_reads_grad, alpha=-1)
-            k_grad.addcmul_(writes_grad, terms.key_out.unsqueeze(2))
-            v_grad = of_values.mT @ new_grad
-            mixing_grad = new_grad @ terms.v.mT
-            mixing_grad.addcmul_(of_keys_grad, terms.key_in.unsqueeze(1))
-            beta_grad = (mixing_grad * inverse).sum(1)
-            system_grad = inverse.mT @ (mixing_grad * terms.beta.unsqueeze(1)) @ inverse.mT
-            system_grad = system_grad.tril_(-1).neg_()
-            by_system = (system_grad * terms.keys_by_keys()).sum(2)
-            beta_grad += by_system
-            system_grad *= terms.pairs * (terms.beta * terms.key_norm).unsqueeze(2)
-            k_grad.baddbmm_(system_grad + system_grad.mT, terms.k)
+class _Computed(NamedTuple):
+    """What a forward keeps for its backward.
 
-            # A factor's gradient is in the products of vectors and their gradients. Those of a key
-            # hold what c adds as a reader and what it takes away as one that is read, alike.
-            by_query, by_key = (q_grad * terms.q).sum(2), (k_grad * terms.k).sum(2)
-            by_reader = terms.beta * by_system + (of_keys_grad * of_keys).sum(1)
-            decayed_grad += by_query - by_key + 2 * by_reader
-            g_grad = decayed_grad.flip(1).cumsum(1).flip(1)
-            if ctx.normalise:
-                q_grad.addcmul_(
-                    terms.q, (by_query * terms.query_norm.square()).unsqueeze(2), value=-1
-                )
-                k_grad.addcmul_(terms.k, (by_key * terms.key_norm.square()).unsqueeze(2), value=-1)
-            own = ((query, q_grad), (key, k_grad), (value, v_grad), (g, g_grad), (beta, beta_grad))
-            slots = [_by_slots(grad, heads, one.shape[1], one.dtype) for one, grad in own]
-            return *slots, None, None
+    Attributes:
+        inverse: `[n, 64, 64]`, (1 + diag(b) N)^-1.
+        states: `[n, key_dim, value_dim]`, S.
+        new: `[n, 64, value_dim]`.
+    """
+
+    inverse: Tensor
+    states: Tensor
+    new: Tensor
+
+    @staticmethod
+    def of(terms: _Terms, steps: list[_Step]) -> _Computed:
+        system = terms.keys_by_keys().mul_(terms.beta.unsqueeze(2))
+        eye = torch.eye(CHUNK, dtype=system.dtype, device=system.device).expand_as(system)
+        inverse = torch.linalg.solve_triangular(system, eye, upper=False, unitriangular=True)
+        of_values, of_keys = terms.mixing(inverse)
+        new, reads, writes = of_values @ terms.v, of_keys @ terms.k, terms.writes()
+        states = new.new_empty(new.shape[0], reads.shape[2], new.shape[2])
+        states[steps[0][0]] = 0
+        for now, lasting, following in steps:
+            new[now].baddbmm_(reads[now], states[now], alpha=-1)
+            after = torch.mul(states[lasting], terms.decay[lasting], out=states[following])
+            after.baddbmm_(writes[lasting].mT, new[lasting])
+        return _Computed(inverse, states, new)
+
+
+def _gradients(
+    group: _Group,
+    terms: _Terms,
+    computed: _Computed,
+    out_grad: Tensor,
+    state_grad: Tensor | None,
+    normalise: bool,
+) -> tuple[Tensor, ...]:
+    """Return the gradients `[n, 64, ...]` of the queries, keys, values, g and beta of a group.
+
+    Args:
+        group, terms, computed: the group, and what its forward was made of.
+        out_grad: `[slots, heads, value_dim]`.
+        state_grad: `[heads, key_dim, value_dim]` of the state after the row's last sequence.
+        normalise: whether queries and keys were divided by their lengths.
+    """
+    inverse, states, new = computed
+    heads = out_grad.shape[1]
+    of_values, of_keys = terms.mixing(inverse)
+    key_reads, writes, decay = of_keys @ terms.k, terms.writes(), terms.decay
+    reads, between = terms.reads(), terms.queries_by_keys()
+    out_grad = _by_heads(out_grad, heads, states.dtype)
+
+    # From the outputs to the states, and along these from each document's last chunk.
+    states_grad = reads.mT @ out_grad
+    new_grad = between.mT @ out_grad
+    writes_grad = torch.zeros_like(writes)
+    decayed_grad = torch.zeros_like(terms.decayed)  # of the sums c
+    if state_grad is not None and group.last is not None:
+        own, grad = group.last_chunk(heads), state_grad.to(states.dtype)
+        decayed_grad[own, -1] = (grad * states[own]).sum((1, 2))
+        writes_grad[own] = new[own] @ grad.mT
+        new_grad[own] += writes[own] @ grad
+        states_grad[own] += grad * decay[own]
+    for now, lasting, following in reversed(group.steps(heads)):
+        later = states_grad[following]
+        new_grad[lasting].baddbmm_(writes[lasting], later)
+        states_grad[lasting].addcmul_(later, decay[lasting])
+        states_grad[now].baddbmm_(key_reads[now].mT, new_grad[now], alpha=-1)
+    # Of all steps at once: a GPU waits for the host to launch the kernels of each.
+    followed = group.counts[0] * heads
+    written = _by_chunk(new, heads).index_select(0, group.lasting).flatten(0, 1)
+    written = _by_chunk(written @ states_grad[followed:].mT, heads)
+    _by_chunk(writes_grad, heads).index_copy_(0, group.lasting, written)
+    before = _by_chunk(states, heads).index_select(0, group.lasting).flatten(0, 1)
+    before = _by_chunk((states_grad[followed:] * before).sum((1, 2)), heads)
+    _by_chunk(decayed_grad, heads)[:, :, -1].index_copy_(0, group.lasting, before)
+    decayed_grad[:, -1] *= terms.kept[:, -1]
+
+    # Queries, keys and values, as if the factors of the norm were constant.
+    pairs_grad = out_grad @ new.mT
+    between *= pairs_grad
+    pairs_grad *= terms.pairs * terms.query_scale.unsqueeze(2)
+    q_grad = pairs_grad @ terms.k
+    reads_grad = out_grad @ states.mT
+    q_grad.addcmul_(reads_grad, terms.query_in.unsqueeze(2))
+    k_grad = pairs_grad.mT @ terms.q
+    less_reads_grad = new_grad @ states.mT
+    of_keys_grad = (less_reads_grad @ terms.k.mT).neg_()
+    k_grad.baddbmm_(of_keys.mT, less_reads_grad, alpha=-1)
+    k_grad.addcmul_(writes_grad, terms.key_out.unsqueeze(2))
+    v_grad = of_values.mT @ new_grad
+    mixing_grad = new_grad @ terms.v.mT
+    mixing_grad.addcmul_(of_keys_grad, terms.key_in.unsqueeze(1))
+    beta_grad = (mixing_grad * inverse).sum(1)
+    system_grad = inverse.mT @ (mixing_grad * terms.beta.unsqueeze(1)) @ inverse.mT
+    system_grad = system_grad.tril_(-1).neg_()
+    by_system = system_grad * terms.keys_by_keys()
+    beta_grad += by_system.sum(2)
+    system_grad *= terms.pairs * (terms.beta * terms.key_norm).unsqueeze(2)
+    k_grad.baddbmm_(system_grad + system_grad.mT, terms.k)
+
+    # The gradient of c. Of two tokens the later adds what the earlier takes away, so what a token
+    # does to itself is left out: it may be larger than all else by any factor, and the difference
+    # would be its rounding. The chunk's last token stands for its end.
+    between[:, -1] += (writes_grad * writes).sum(2)
+    between.tril_(-1).addcmul_(by_system, terms.beta.unsqueeze(2))
+    decayed_grad += (between - between.mT).sum(2)
+    decayed_grad += (reads_grad * reads).sum(2) + (of_keys_grad * of_keys).sum(1)
+    g_grad = decayed_grad.flip(1).cumsum(1).flip(1)
+    if normalise:
+        for x, grad, norm in (
+            (terms.q, q_grad, terms.query_norm),
+            (terms.k, k_grad, terms.key_norm),
+        ):
+            along = (grad * x).sum(2) * norm.square()
+            grad.addcmul_(x, along.unsqueeze(2), value=-1)
+    return q_grad, k_grad, v_grad, g_grad, beta_grad
 
 
 @dataclass(frozen=True)
@@ -297,19 +364,12 @@ class _Terms:
 
     @staticmethod
     def of(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        normalise: bool,
-        norms: Sequence[Tensor] = (),
+        slots: Sequence[Tensor], heads: int, normalise: bool, norms: Sequence[Tensor] = ()
     ) -> _Terms:
-        heads = value.shape[1]
-        dtypes = (one.dtype for one in (query, key, value))
+        """Make them of slots of queries, keys, values, g and beta."""
+        dtypes = (one.dtype for one in slots[:3])
         dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-        inputs = (query, key, value, g, beta)
-        q, k, v, log_decay, rate = (_by_heads(one, heads, dtype) for one in inputs)
+        q, k, v, log_decay, rate = (_by_heads(one, heads, dtype) for one in slots)
         if not norms:
             ones = torch.ones_like(rate)
             norms = (_inverse_norm(q), _inverse_norm(k)) if normalise else (ones, ones)
@@ -381,39 +441,20 @@ def _by_chunk(chunks: Tensor, heads: int) -> Tensor:
     return chunks.unflatten(0, (-1, heads))
 
 
-def _by_slots(chunks: Tensor, heads: int, parts: int, dtype: torch.dtype) -> Tensor:
-    """Return `[chunks * 64, parts, ...]` of `[chunks * heads, 64, ...]`; undoes `_by_heads`.
+def _write_slots(chunks: Tensor, heads: int, slots: Tensor) -> None:
+    """Write `[chunks * heads, 64, ...]` to slots `[chunks * 64, heads or a part of them, ...]`.
 
-    Heads that were repeated from one part are summed.
+    Undoes `_by_heads`: heads that were repeated from one are summed.
     """
-    by_head = _by_chunk(chunks, heads)
+    by_head, parts = _by_chunk(chunks, heads), slots.shape[1]
     if parts != heads:
         by_head = by_head.unflatten(1, (parts, -1)).sum(2)
-    return _in_order(by_head.transpose(1, 2), dtype).flatten(0, 1)
+    slots.unflatten(0, (-1, CHUNK)).copy_(by_head.transpose(1, 2))
 
 
 def _in_order(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor of a dtype in the order of its dimensions in memory, by one pass."""
     return tensor.to(dtype, memory_format=torch.contiguous_format).contiguous()
-
-
-def _scan(
-    values: Tensor, reads: Tensor, writes: Tensor, decay: Tensor, steps: list[_Step]
-) -> tuple[Tensor, Tensor]:
-    """Return the states before all chunks, and what each chunk writes, in the place of `values`."""
-    states = values.new_empty(values.shape[0], reads.shape[2], values.shape[2])
-    states[steps[0][0]] = 0
-    new = values
-    for now, lasting, following in steps:
-        new[now].baddbmm_(reads[now], states[now], alpha=-1)
-        after = torch.mul(states[lasting], decay[lasting], out=states[following])
-        after.baddbmm_(writes[lasting].mT, new[lasting])
-    return states, new
-
-
-def _after(own: slice, states: Tensor, decay: Tensor, writes: Tensor, new: Tensor) -> Tensor:
-    """Return the states after some chunks, of what all chunks begin with and write."""
-    return states[own] * decay[own] + writes[own].mT @ new[own]
 
 
 def _make_chunks(packed: PackedLayout, device: torch.device) -> _Chunks:

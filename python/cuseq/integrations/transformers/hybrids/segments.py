@@ -63,9 +63,14 @@ class Slots(NamedTuple):
 
     def row_of(self, slots: Tensor) -> Tensor:
         """Return the row `[1, total_tokens, ...]` of `[slots, ...]`, zero on padding and tail."""
-        count = self.inverse.shape[0]
-        dense = [_with_rows(slots)]
-        return _ops.gather_rows(dense, self.inverse, self.index, [count], 1, [0])[0].unsqueeze(0)
+        return self.rows_of([slots])[0]
+
+    def rows_of(self, slots: Sequence[Tensor]) -> list[Tensor]:
+        """Return the rows of several, by one kernel."""
+        dense, count = [_with_rows(one) for one in slots], self.inverse.shape[0]
+        fills = [0] * len(dense)
+        found = _ops.gather_rows(dense, self.inverse, self.index, [count], 1, fills)
+        return [one.unsqueeze(0) for one in found]
 
 
 def _with_rows(tensor: Tensor) -> Tensor:
