@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from argparse import Action, ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -14,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
+
+import cuseq
 
 KIND = "cuda" if torch.cuda.is_available() else "cpu"
 # Without it Trainer trains a model on each CPU process alone.
@@ -107,18 +108,12 @@ def say(text: str) -> None:
 
 def check_same_on_ranks(**facts: Any) -> None:
     """Exit on all ranks, with the name, if a value differs between ranks."""
-    if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise SystemExit("the ranks did not meet, so each would train a model of its own")
-        return
-    mine = {name: json.dumps(value, default=str, sort_keys=True) for name, value in facts.items()}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for rank, other in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if other[name] != value:
-                raise SystemExit(f"{name} must be the same on all ranks, rank 0 has {value}, rank "
-                                 f"{rank} {other[name]}")  # fmt: skip
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        raise SystemExit("the ranks did not meet, so each would train a model of its own")
+    try:
+        cuseq.distributed.check_same_on_ranks(facts)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
 
 
 def make_mesh(cp: int, row_length: int) -> DeviceMesh:

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cuseq._base.arguments import shown
 from cuseq._base.modes import is_capturing
+from cuseq.distributed import check_same_on_ranks
 
 LastBackward = Callable[[], AbstractContextManager[None]]
 
@@ -82,22 +83,10 @@ class Ranks:
             sums = [_sum_of_bits(p.detach()).to(self._device) for p in parameters]
             values = torch.stack(sums).tolist()  # one wait
             facts |= {f"the values of parameter {n}": total for n, total in enumerate(values)}
-        self._check_equal(facts)
-        self._hosts, self._group = _groups_of_our_own(group, self._device)
-
-    def _check_equal(self, facts: dict[str, object]) -> None:
         # By the group that was given, whose patience with a rank that never comes is the user's.
-        everyone: list[Any] = [None] * dist.get_world_size(self._given)
         with _naming_who_is_gone():
-            dist.all_gather_object(everyone, {k: repr(v) for k, v in facts.items()}, self._given)
-        for rank, others in enumerate(everyone):
-            for name in everyone[0] | others:
-                first, other = everyone[0].get(name), others.get(name)
-                if first != other:
-                    raise ValueError(
-                        f"{name} must be the same on all ranks of group, got {first} on rank 0 and "
-                        f"{other} on rank {rank}"
-                    )
+            check_same_on_ranks(facts, group)
+        self._hosts, self._group = _groups_of_our_own(group, self._device)
 
     # ---------------------------------------------------------------------------------- the hosts
 

@@ -327,6 +327,11 @@ def _(draw):
     return {"packed": None, "group": None}  # a layout needs a process group
 
 
+@function("cuseq.distributed.check_same_on_ranks", cp.check_same_on_ranks)
+def _(draw):
+    return {"facts": {"seed": draw.randrange(4)}, "group": None}
+
+
 # --------------------------------------------------------------------------- the cache
 
 

@@ -336,6 +336,35 @@ def test_numbers_of_all_ranks_go_by_a_device_of_the_group(
     assert asked == [equalized, counted, counted]
 
 
+def differing(rank: int) -> list[str]:
+    cuseq.distributed.check_same_on_ranks({"seed": 0, "rates": [3e-4]})
+    said = []
+    for facts in ({"seed": 0, "rate": rank / 2}, dict([("seed", 0), ("cp", 2)][: 2 - rank])):
+        with pytest.raises(ValueError) as raised:
+            cuseq.distributed.check_same_on_ranks(facts)
+        said.append(str(raised.value))
+    own = [dist.new_group([r]) for r in range(2)][rank]
+    cuseq.distributed.check_same_on_ranks({"rank": rank}, own)
+    return said
+
+
+@pytest.mark.slow
+def test_facts_that_differ_are_named_on_all_ranks():
+    said = [
+        "rate must be the same on all ranks of group, got 0.0 on rank 0 and 0.5 on rank 1",
+        "cp must be the same on all ranks of group, got 2 on rank 0 and None on rank 1",
+    ]
+    assert distributed.run(differing) == [said, said]
+
+
+def test_facts_are_compared_in_a_group():
+    with pytest.raises(TypeError, match="group must be a ProcessGroup or None, got 'dp'"):
+        cuseq.distributed.check_same_on_ranks({"seed": 0}, "dp")
+    with pytest.raises(TypeError, match="facts must be a mapping of names to values, got 0"):
+        cuseq.distributed.check_same_on_ranks(0)
+    cuseq.distributed.check_same_on_ranks({"seed": 0})  # one process
+
+
 def test_a_layout_to_equalize_is_one():
     with pytest.raises(TypeError, match="packed must be a PackedLayout, got list"):
         cuseq.distributed.equalize_tokens([1, 2])

@@ -127,7 +127,10 @@ def test_fsdp2(inputs, tmp_path):
     assert not list(tmp_path.rglob("*.metadata")) + list(tmp_path.rglob("*.pt"))
     assert first["cp"] == pytest.approx(first["whole"], rel=1e-4)
     assert first["graph"] == pytest.approx(first["whole"], rel=1e-4)
-    assert first["seed"].startswith("seed must be the same on all ranks, rank 0 has 0, rank 1 1")
+    assert (
+        first["seed"]
+        == "seed must be the same on all ranks of group, got 0 on rank 0 and 1 on rank 1"
+    )
     assert "has checkpoints of another run: --resume goes on from them" in first["taken"]
     assert "has no checkpoint" in first["nothing"]
     assert first["cp=3"].startswith("--cp must divide the 2 ranks")
