@@ -60,8 +60,8 @@ def newest_checkpoint(
     return newest
 
 
-def trl_checkpoint(args: Any) -> str | None:
-    """Return the checkpoint that a run of TRL's goes on from, and take the run's folder.
+def given_checkpoint(args: Any) -> str | None:
+    """Return --resume_from_checkpoint of Trainer's options, and take the run's folder.
 
     Raises:
         SystemExit: it is not whole, or the folder has another run.

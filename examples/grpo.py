@@ -62,7 +62,7 @@ def main() -> None:
     options, args = _ranks.begin(__doc__, Options, Arguments)
     if (options.model is None) != (options.questions is None):
         raise SystemExit("--model and --questions must be given together")
-    checkpoint = _runs.trl_checkpoint(args)
+    checkpoint = _runs.given_checkpoint(args)
     torch.manual_seed(args.seed)
     if options.questions is None:
         questions, tokenizer, model = a_task_of_digits(args.seed)

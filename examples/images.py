@@ -1,76 +1,123 @@
-"""Teach a small Qwen3-VL to name colours, in packed rows and document by document.
+"""Train a model that sees images on packed rows, with transformers' Trainer.
 
-    python examples/images.py             # a few minutes, on the CPU
-    python examples/images.py --steps 20  # too few to learn them
+    python examples/images.py --model Qwen/Qwen3-VL-2B-Instruct --conversations chats.jsonl
+    python examples/images.py --max_steps 800   # a tiny Qwen3-VL learns to name colours
 
-A document is an image of one to four squares with their colours as text, or two of them, or text
-alone. Trains twice from the same weights on the same documents: packed by
-`MultimodalPackingCollator`, with `cuseq.enable`, and in transformers alone, where gradients of
-documents add up to a step.
+--conversations is a data set of the Hub, or a JSONL or Parquet file, with a column `messages` as
+transformers' chat templates take them: a part of a content is {"type": "text", "text": TEXT} or
+{"type": "image", "path": FILE}. The last message is what is learned. Without it a document is an
+image of one to four squares with their colours as text, or two of them, or text alone.
+Other options are Trainer's: --per_device_train_batch_size (documents of a row), --learning_rate,
+--save_steps, ... SIGTERM and Ctrl-C end the run after a step, with a checkpoint.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace as Run
+from typing import Any
 
+import _ranks
+import _runs
 import torch
 import transformers
-from _ranks import check_positive, parsed
+from _inputs import UNUSABLE, unusable
+from _ranks import Defaults
+from _texts import read_rows
 from torch import Tensor
+from transformers import Trainer, TrainingArguments
 from transformers.hf_argparser import HfArg
 
 import cuseq
 
-LEARNING_RATE, WARMUP = 3e-3, 20
 PATCH, MERGE, FRAMES = 4, 2, 2  # pixels of a patch, patches of a token, and frames of a patch
 COLORS = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3)  # the corners of RGB
+IMAGES = ("pixel_values", "image_grid_thw")
 
 # Tokens 0 to 7 are the colours. A model is asked for these and for END, which have labels.
 END, VISION_START, VISION_END, IMAGE, VIDEO, VOCABULARY = range(len(COLORS), len(COLORS) + 6)
-Document = dict[str, Tensor]
 
 
 @dataclass
 class Options:
-    """What this example takes."""
+    """What this example takes beside Trainer's options."""
 
-    steps: int = HfArg(default=200, help="of training")
-    documents: int = HfArg(default=32, help="of a step")
-    seed: int = HfArg(default=0, help="of weights and documents")
-
-
-def main(arguments: Sequence[str] | None = None) -> list[Run]:
-    """Train both ways, print the comparison and return it."""
-    (options,) = parsed(__doc__, Options, given=arguments)
-    check_positive(options, "steps", "documents")
-    rng = random.Random(options.seed)
-    torch.manual_seed(options.seed)
-    drawn = (make_document(rng.choice([0, 1, 1, 2, 2]), rng) for _ in itertools.count())
-    steps = [list(itertools.islice(drawn, options.documents)) for _ in range(options.steps)]
-    unseen = [make_document(1, rng) for _ in range(200)]
-
-    model = make_model(options.seed)
-    cuseq.enable(model)
-    collate = cuseq.data.MultimodalPackingCollator(model.config)
-    packed = train("cuseq, packed", model, steps, unseen, lambda documents: [collate(documents)])
-    alone = train("transformers, one by one", make_model(options.seed), steps, unseen, list)
-    for run in (packed, alone):
-        print(f"{run.name:24}  {run.tokens_per_second:7,.0f} tokens/s, last loss "
-              f"{run.losses[-1]:.4f}, {run.named_right:.1%} of new squares right")  # fmt: skip
-    apart = [abs(a - b) for a, b in zip(packed.losses, alone.losses)]
-    # Training multiplies the rounding of its first steps, so later losses say less.
-    print(f"Losses of the first 20 steps differ by at most {max(apart[:20]):.1e}, all by at most "
-          f"{max(apart):.1e}.\nPacked training is "
-          f"{packed.tokens_per_second / alone.tokens_per_second:.1f}x as fast.")  # fmt: skip
-    return [packed, alone]
+    model: str | None = HfArg(
+        default=None,
+        help="a name on the Hub or a checkpoint's folder (default: 0.3 million random weights)",
+    )
+    conversations: str | None = HfArg(
+        default=None, help="a data set of the Hub, or a JSONL or Parquet file"
+    )
 
 
-def make_model(seed: int) -> torch.nn.Module:
+@dataclass
+class Arguments(Defaults, TrainingArguments):
+    """Trainer's options, with other defaults."""
+
+    output_dir: str | None = HfArg(default="run_images", help="folder of the run")
+    learning_rate: float = HfArg(default=1e-5, help="of AdamW (default: 1e-5, 3e-3 for colours)")
+    per_device_train_batch_size: int = HfArg(default=8, help="documents of a row")
+
+
+def main() -> None:
+    options, args = _ranks.begin(__doc__, Options, Arguments)
+    if (options.model is None) != (options.conversations is None):
+        raise SystemExit("--model and --conversations must be given together")
+    checkpoint = _runs.given_checkpoint(args)
+    args.remove_unused_columns = False  # `processed` reads them
+    torch.manual_seed(args.seed)
+    if options.model is None:
+        processor, model, rng = None, a_small_model(), random.Random(args.seed)
+        documents: Any = [make_document(rng.choice([0, 1, 1, 2, 2]), rng) for _ in range(6400)]
+        args.learning_rate, args.lr_scheduler_type, args.warmup_steps = 3e-3, "cosine", 20
+    else:
+        try:
+            processor = transformers.AutoProcessor.from_pretrained(options.model)
+            model = transformers.AutoModelForImageTextToText.from_pretrained(
+                options.model, dtype=torch.float32
+            )
+        except UNUSABLE as error:
+            raise unusable(options.model, error) from error
+        rows = read_rows(options.conversations, "--conversations", ("messages",))
+        documents = rows.with_transform(lambda some: processed(some["messages"], processor))
+    collate = cuseq.data.MultimodalPackingCollator(model.config, blank_image=args.world_size > 1)
+    trainer = Trainer(
+        model, args, train_dataset=documents, data_collator=collate, processing_class=processor
+    )
+    _ranks.say(str(cuseq.enable(trainer)))
+    _runs.train(trainer, checkpoint, "--resume_from_checkpoint")
+
+
+def processed(conversations: Sequence[list[dict]], processor: Any) -> dict[str, list]:
+    """Return columns of documents: token ids, labels of their last messages, patches of images."""
+    documents = []
+    for messages in conversations:
+        for message in messages:
+            if not isinstance(message["content"], str):  # a table fills what a part lacks with None
+                message["content"] = [{k: v for k, v in part.items() if v is not None}
+                                      for part in message["content"]]  # fmt: skip
+        ask = dict(conversation=messages[:-1], add_generation_prompt=True)
+        whole, asked = processor.apply_chat_template(messages), processor.apply_chat_template(**ask)
+        if not whole.startswith(asked):
+            raise SystemExit(f"--conversations: the last message must be an answer, has {messages}")
+        document = processor.apply_chat_template(
+            **ask, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        answer = processor.tokenizer(
+            whole[len(asked) :], add_special_tokens=False, return_tensors="pt"
+        )["input_ids"]
+        before = document["input_ids"]
+        images = {name: document[name] for name in IMAGES if name in document}
+        ids = torch.cat([before, answer], 1)
+        labels = torch.cat([torch.full_like(before, -100), answer], 1)
+        documents.append(dict(input_ids=ids, labels=labels, **images))
+    names = ("input_ids", "labels", *IMAGES)
+    return {name: [one.get(name) for one in documents] for name in names}
+
+
+def a_small_model() -> transformers.PreTrainedModel:
     """Return a Qwen3-VL of 0.3 million random weights."""
     small = dict(hidden_size=64, intermediate_size=128, initializer_range=0.1)
     text = dict(
@@ -84,12 +131,10 @@ def make_model(seed: int) -> torch.nn.Module:
         temporal_patch_size=FRAMES, out_hidden_size=64, num_position_embeddings=64,
         deepstack_visual_indexes=[0],
     )  # fmt: skip
-    config = transformers.Qwen3VLConfig(
+    return transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(
         text_config=text, vision_config=tower, image_token_id=IMAGE, video_token_id=VIDEO,
         vision_start_token_id=VISION_START, vision_end_token_id=VISION_END,
-    )  # fmt: skip
-    torch.manual_seed(seed)
-    return transformers.Qwen3VLForConditionalGeneration(config)
+    ))  # fmt: skip
 
 
 def draw_squares(colors: Sequence[int], rng: random.Random) -> Tensor:
@@ -109,8 +154,8 @@ def patches_of(cells: Tensor) -> tuple[Tensor, list[int]]:
     return by_patch.repeat_interleave(FRAMES * PATCH**2, 1), [1, rows * MERGE, columns * MERGE]
 
 
-def make_document(images: int, rng: random.Random) -> Document:
-    """Return a document as a processor makes it: images with their colours, or a run of these."""
+def make_document(images: int, rng: random.Random) -> dict[str, Tensor]:
+    """Return images with their colours as text, or a run of colours without an image."""
     ids, pixels, grids = [], [], []
     for _ in range(images):
         colors = rng.choices(range(len(COLORS)), k=rng.randint(1, 4))
@@ -128,46 +173,6 @@ def make_document(images: int, rng: random.Random) -> Document:
     if images:
         document |= {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
     return document
-
-
-def train(
-    name: str, model: torch.nn.Module, steps: list[list[Document]], unseen: list[Document],
-    batches_of: Callable[[list[Document]], list[dict]],
-) -> Run:  # fmt: skip
-    """Train on the documents of each step, in the batches that `batches_of` makes of them."""
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (0.9, 0.95), weight_decay=0)
-    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, WARMUP, len(steps))
-    losses, begin = [], time.perf_counter()
-    for step, documents in enumerate(steps, 1):
-        batches = batches_of(documents)
-        counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
-        losses.append(0.0)
-        for batch, count in zip(batches, counts):
-            # A model's loss is a mean over labels: weighted, the losses add up to that of a row.
-            loss = model(**batch).loss * (count / sum(counts))
-            loss.backward()
-            losses[-1] += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        if step % 50 == 0:
-            print(f"{name}: step {step} of {len(steps)}, loss {losses[-1]:.4f}", flush=True)
-    seconds = time.perf_counter() - begin
-    tokens = sum(one["input_ids"].numel() for documents in steps for one in documents)
-    right = named_right(model, batches_of(unseen))
-    return Run(name=name, losses=losses, tokens_per_second=tokens / seconds, named_right=right)
-
-
-@torch.no_grad()
-def named_right(model: torch.nn.Module, batches: list[dict]) -> float:
-    """Return the share of colours that the model finds most probable after those before."""
-    right = []
-    for batch in batches:
-        labels = batch["labels"][:, 1:]
-        guesses = model(**batch).logits[:, :-1].argmax(-1)
-        right.append((guesses == labels)[(labels >= 0) & (labels < END)])
-    return torch.cat(right).float().mean().item()
 
 
 if __name__ == "__main__":

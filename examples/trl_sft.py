@@ -55,7 +55,7 @@ def main() -> None:
     options, args = _ranks.begin(__doc__, Options, Arguments)
     if options.lora < 0:
         raise SystemExit(f"--lora must be at least 0, got {options.lora}")
-    checkpoint = _runs.trl_checkpoint(args)
+    checkpoint = _runs.given_checkpoint(args)
     with args.main_process_first(desc="reading the documents"):
         if options.conversations is None:
             documents, tokenizer = load(options)

@@ -146,7 +146,7 @@ def test_a_bad_option_is_named(options, message, texts):
 
 @pytest.mark.parametrize(
     ("name", "option"),
-    [("trees", "--steps"), ("trees", "--answer"), ("images", "--documents")],
+    [("trees", "--steps"), ("trees", "--answer")],
 )
 def test_a_count_below_one_is_named(name, option):
     with pytest.raises(SystemExit, match=f"^{option} must be at least 1, got 0$"):
