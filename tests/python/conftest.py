@@ -5,6 +5,7 @@ Environment:
     CUSEQ_TEST_SEED: seed of the random numbers in every test, default 0.
     CUSEQ_EXPECT="torch=2.15.0 trl=1.*": a package that has another version fails the whole run.
     CI: hypothesis draws the same examples in every run.
+    CUSEQ_TESTS_UNTIL: seconds since the epoch after which no test is begun; the others are skipped.
 
 `pytest --failures=FILE` writes each failure to a file at once, for runs that a time limit may end.
 `pytest --gpu-only` leaves out the tests that use no GPU. For `--dist loadgroup` of pytest-xdist
@@ -25,6 +26,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import subprocess
 import sys
 import tempfile
+import time
 import zlib
 
 import pytest
@@ -100,6 +102,11 @@ class _Failures:
         if report.failed:
             with open(self._file, "a") as file:
                 file.write(f"{report.nodeid} ({report.when})\n{report.longreprtext}\n\n")
+
+
+def pytest_runtest_setup(item):
+    if time.time() > float(os.environ.get("CUSEQ_TESTS_UNTIL", "inf")):
+        pytest.skip("the time is up that CUSEQ_TESTS_UNTIL gives")
 
 
 @pytest.hookimpl(tryfirst=True)
