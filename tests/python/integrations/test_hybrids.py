@@ -226,8 +226,11 @@ def test_what_another_put_in_the_place_of_our_functions_is_replaced_again(monkey
     assert all(cuseq.check_packing(model, examples).ok for model in (first, second))
     cuseq.disable(first)
     assert cuseq.check_packing(second, examples).ok
-    for name in names:  # what another puts there later stays
+    for name in names:  # what another puts there later stays, and is said to be there
         monkeypatch.setattr(code, name, others[name])
+    with pytest.raises(RuntimeError, match=f"{names[0]} of .* was replaced after cuseq.enable"):
+        second(**packed_batch(LENGTHS, torch.device("cpu")))
+    second(documents([5])[0])
     cuseq.disable(second)
     assert [getattr(code, name) for name in names] == [others[name] for name in names]
 

@@ -254,6 +254,7 @@ def enable_model(model: nn.Module, **options: Unpack[ModelOptions]) -> Enabled:
         undo.pop_all()  # from here the hold gives back what is shared
         hold = Hold(
             [*rotated, *functions],
+            plan.functions,
             text_config(base) if separates else None,
             has_forwards=bool(own or mixers or tempered or indexed or pooling),
         )

@@ -40,6 +40,12 @@ def original_function(code: types.ModuleType, name: str) -> Function:
     return getattr(code, name)
 
 
+def is_replaced(code: types.ModuleType, name: str) -> bool:
+    """Return whether a modeling module's function is ours."""
+    replaced = _replaced.get((code, name))
+    return replaced is not None and replaced.is_in(code, name)
+
+
 def replace_function(
     code: types.ModuleType, name: str, replacement: Callable[[Function], Function]
 ) -> None:

@@ -41,6 +41,7 @@ class Hold:
 
     Attributes:
         functions: the replaced functions.
+        separating: those of them that keep the documents of recurrent layers apart.
         separated: the config of recurrent layers that keep documents apart, or None.
         has_forwards: whether documents are kept apart by forwards that a pickle does not have.
         lacks_forwards: whether it comes from the pickle of such a model.
@@ -49,12 +50,14 @@ class Hold:
     def __init__(
         self,
         functions: Iterable[Place],
+        separating: Iterable[Place],
         separated: Any,
         has_forwards: bool,
         lacks_forwards: bool = False,
     ) -> None:
         """Take over one hold of the registration and of each function."""
         self.functions = list(functions)
+        self.separating = list(separating)
         self.separated = separated
         self.has_forwards = has_forwards
         self.lacks_forwards = lacks_forwards
@@ -74,7 +77,8 @@ class Hold:
         for place in self.functions:
             hold_function(*place)
         config = copy.deepcopy(self.separated, memo)
-        return Hold(self.functions, config, self.has_forwards, self.lacks_forwards)
+        lacks_forwards = self.lacks_forwards
+        return Hold(self.functions, self.separating, config, self.has_forwards, lacks_forwards)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _loaded, (self.has_forwards,)
@@ -82,7 +86,7 @@ class Hold:
 
 def _loaded(had_forwards: bool) -> Hold:
     hold_registration()
-    return Hold([], None, had_forwards, lacks_forwards=had_forwards)
+    return Hold([], [], None, had_forwards, lacks_forwards=had_forwards)
 
 
 def _release(functions: list[Place], marked: int | None) -> None:

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cuseq._base.models import HOLD
 from cuseq.integrations.transformers._forwards import our_forward
+from cuseq.integrations.transformers._functions import is_replaced
 from cuseq.integrations.transformers._lengths import check_lengths, check_offsets
 from cuseq.integrations.transformers._private import inside_checkpoint
 from cuseq.integrations.transformers.documents import (
@@ -65,6 +67,7 @@ def entry_forward(cls: type[nn.Module]) -> Callable[..., Any]:
                 kwargs["attention_mask"] = None
         if packed is None or torch.compiler.is_compiling():
             return forward(self, **kwargs)
+        _check_functions(self)
         with inside_packed_row(type(self).__name__):
             return forward(self, **kwargs)
 
@@ -110,6 +113,17 @@ def borrowing_forward(cls: type[nn.Module]) -> Callable[..., Any]:
         return forward(self, *args, **(kwargs | lent))
 
     return borrowing
+
+
+def _check_functions(model: nn.Module) -> None:
+    """Raise RuntimeError if others have put functions in the place of those for packed rows."""
+    hold = vars(model).get(HOLD)
+    for code, name in () if hold is None else hold.separating:
+        if not is_replaced(code, name):
+            raise RuntimeError(
+                f"{name} of {code.__name__} was replaced after cuseq.enable(model), so documents "
+                "would reach each other: call cuseq.disable(model) and cuseq.enable(model) again"
+            )
 
 
 def _layout(model: nn.Module, kwargs: dict[str, Any]) -> PackedLayout | None:
