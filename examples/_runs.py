@@ -76,12 +76,17 @@ def given_checkpoint(args: Any) -> str | None:
 
 
 def train(trainer: Any, checkpoint: str | None, resume: str) -> None:
-    """Train, from a checkpoint if there is one, and write the model; `resume` is the option."""
+    """Train, unless all steps are made, and write the model; `resume` is the option."""
+    most, folder = trainer.args.max_steps, f"{trainer.args.output_dir}/model"
+    if checkpoint is not None and Path(folder).exists():
+        steps = json.loads(Path(checkpoint, "trainer_state.json").read_text())["global_step"]
+        if 0 < most <= steps:  # Trainer would make one more
+            say(f"{trainer.args.output_dir} has made {steps} of {most} steps already.")
+            return
     trainer.add_callback(stop := StopCallback())
     trainer.train(resume_from_checkpoint=checkpoint)
     if stop.stopped:
         say(f"Stopped after step {trainer.state.global_step}; {resume} goes on from there.")
-    folder = f"{trainer.args.output_dir}/model"
     trainer.save_model(folder)
     trainer.accelerator.wait_for_everyone()  # the first rank may still be writing
     say(f"Written: the model and its tokenizer in {folder}")
@@ -109,13 +114,3 @@ def check_same_run(
         differ = {name: f"{before.get(name)}, now {facts[name]}" for name in facts
                   if before.get(name) != facts[name]}  # fmt: skip
         raise SystemExit(f"{folder}: a run that goes on must have the rows of before, got {differ}")
-
-
-def is_finished(folder: str | Path, checkpoint: str | None, max_steps: int) -> bool:
-    """Return whether a run has made all of its steps, and written its model."""
-    if checkpoint is None or not Path(folder, "model").exists():
-        return False
-    steps = json.loads(Path(checkpoint, "trainer_state.json").read_text())["global_step"]
-    if 0 < max_steps <= steps:
-        say(f"{folder} has made {steps} of {max_steps} steps already.")
-    return 0 < max_steps <= steps

@@ -55,8 +55,6 @@ def main() -> None:
     )
     with args.main_process_first(desc="reading the documents"):
         loaded = documents, tokenizer = load(options)
-    if _runs.is_finished(args.output_dir, checkpoint, args.max_steps):
-        return
     torch.manual_seed(args.seed)
     # A graph has room for so many documents in a row.
     room = max(1, options.row_length // (2 * max(1, options.cp)) - 1)

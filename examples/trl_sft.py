@@ -65,8 +65,6 @@ def main() -> None:
             tokenizer = tokenizer_of(options.model, option="--conversations")
             if "messages" in documents.column_names and tokenizer.chat_template is None:
                 raise SystemExit(f"--model {options.model}: its tokenizer needs a chat template")
-    if _runs.is_finished(args.output_dir, checkpoint, args.max_steps):
-        return
     if args.max_length is None:
         args.max_length = options.row_length
     torch.manual_seed(args.seed)

@@ -138,9 +138,9 @@ def written(folder: Path, name: str, content: str | bytes) -> Path:
         (["--out", "/dev/null/out"], "--out /dev/null/out: cannot be made (Not a directory)"),
     ],
 )
-def test_a_bad_option_is_named(options, message, texts):
+def test_a_bad_option_is_named(options, message, texts, tmp_path):
     with pytest.raises(SystemExit) as raised:
-        run("compare", "--data", texts, *options)
+        run("compare", "--data", texts, "--out", tmp_path, *options)
     assert str(raised.value).startswith(message)
 
 
@@ -243,7 +243,7 @@ def test_a_config_with_a_wrong_value_is_named(inputs, tmp_path):
     config = json.loads((Path(inputs[3])).read_text()) | {"hidden_size": "x"}
     file = written(tmp_path, "config.json", json.dumps(config))
     with pytest.raises(SystemExit, match=f"^--model {file}: cannot be loaded"):
-        run("compare", "--data", inputs[1], "--model", file)
+        run("compare", "--data", inputs[1], "--model", file, "--out", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_a_folder_that_another_run_writes_to_is_named(name, resumes, inputs, tmp
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_full_disk_is_named(wrapped, inputs, monkeypatch):
+def test_a_full_disk_is_named(wrapped, inputs, monkeypatch, tmp_path):
     def full(*given, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -288,7 +288,7 @@ def test_a_full_disk_is_named(wrapped, inputs, monkeypatch):
     else:
         monkeypatch.setattr(datasets.Dataset, "map", full)
     with pytest.raises(SystemExit, match="no space left for tokens: HF_DATASETS_CACHE names"):
-        run("compare", *inputs)
+        run("compare", *inputs, "--out", tmp_path)
 
 
 @pytest.mark.parametrize("options", [("--longer", "cut"), ("--ways", "packed", "fast")])
@@ -311,7 +311,7 @@ def test_choices_are_named(options, texts, capsys):
 def test_a_bad_file_is_named(name, content, message, tmp_path):
     file = written(tmp_path, name, content)
     with pytest.raises(SystemExit) as raised:
-        run("compare", "--data", tmp_path)
+        run("compare", "--data", tmp_path, "--out", tmp_path / "out")
     assert str(raised.value).startswith(f"{file}: {message}")
 
 
@@ -332,7 +332,7 @@ def test_data_without_text_is_named(name, content, message, model, tmp_path):
         written(tmp_path, name, content)
     with pytest.raises(SystemExit, match=message):
         run("compare", "--data", tmp_path, "--model", model / "config.json", "--longer", "drop",
-            "--longest", 2)  # fmt: skip
+            "--longest", 2, "--out", tmp_path / "out")  # fmt: skip
 
 
 def test_a_model_that_is_too_small_for_its_tokenizer_is_named(texts, model, tmp_path):
