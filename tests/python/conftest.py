@@ -15,6 +15,7 @@ each test function is then a group, so that its parameters share what it compile
 from __future__ import annotations
 
 import fnmatch
+import gc
 import importlib.metadata
 import inspect
 import os
@@ -154,6 +155,13 @@ def fa4(cuda) -> None:
     choice.load_backends()
     if not packages.found.get("fa4"):
         pytest.skip("FlashAttention 4 is not installed")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_imports():
+    """Keep gc.collect, which Trainer and many tests call, from walking all that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
