@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import full
 from torch import Tensor, nn
 
 import cuseq
@@ -280,7 +281,7 @@ def test_embeddings_of_ngrams_along_the_row_are_refused():
         cuseq.enable(model)
 
 
-@pytest.mark.parametrize("told", ["packed", "offsets"])
+@pytest.mark.parametrize("told", ["packed", full("offsets")])
 def test_compiled_models_count_inside_documents(model, told):
     """What layers do with positions follows the layout, compiled as a whole too."""
     lengths = (3, 8)

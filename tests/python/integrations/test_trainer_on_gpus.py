@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from packaging.version import Version
+from tiers import full
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -216,7 +217,7 @@ def test_two_gpus_that_share_rows_learn_what_one_learns(kind, second_gpu, alone,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ddp"])
+@pytest.mark.parametrize("kind", ["fsdp", full("config"), full("bf16")])
 def test_processes_that_shard_a_model_learn_what_one_learns(kind, alone, tmp_path, monkeypatch):
     """DDP in processes is tested in test_trainer_shared_rows.py."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # accelerate takes the GPU that it sees
