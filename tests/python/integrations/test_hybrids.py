@@ -235,6 +235,42 @@ def test_what_another_put_in_the_place_of_our_functions_is_replaced_again(monkey
     assert [getattr(code, name) for name in names] == [others[name] for name in names]
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
+def test_what_wraps_our_functions_may_stay(name, monkeypatch):
+    first, second = make_model(name), make_model(name)
+    (code,) = code_of(first)
+    own = functions_of(first)
+    cuseq.enable(first)
+    function = {"qwen3_5": "torch_chunk_gated_delta_rule", "mamba2": "mamba2_chunk_scan"}[name]
+    ours = getattr(code, function)
+    wrapper = functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs))
+    with monkeypatch.context() as patch:
+        patch.setattr(code, function, wrapper)
+        cuseq.enable(second)
+        assert getattr(code, function) is wrapper
+        examples = [doc[0].tolist() for doc in documents([5, 1, 9, 3])]
+        assert all(cuseq.check_packing(model, examples).ok for model in (first, second))
+    cuseq.disable(first)
+    cuseq.disable(second)
+    assert functions_of(first)[code.__name__, function] is own[code.__name__, function]
+
+
+def test_what_stands_there_for_a_while_takes_nothing_away(monkeypatch):
+    first, second = make_model("qwen3_5"), make_model("qwen3_5")
+    (code,) = code_of(first)
+    name = "torch_chunk_gated_delta_rule"
+    own = getattr(code, name)
+    cuseq.enable(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(code, name, functools.wraps(own)(functools.partial(own)))
+        cuseq.enable(second)
+    examples = [doc[0].tolist() for doc in documents([5, 1, 9, 3])]
+    assert all(cuseq.check_packing(model, examples).ok for model in (first, second))
+    cuseq.disable(first)
+    cuseq.disable(second)
+    assert getattr(code, name) is own
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "minimax"])
 def test_without_enable_the_check_fails(name, device):
     model = make_model(name, device)
@@ -794,9 +830,9 @@ def test_the_gated_delta_rule_by_chunks(slots, lengths, key_heads, device, monke
 
 
 @pytest.mark.parametrize("decay", [0.01, 1.0, 5.0, 20.0])
-def test_the_decay_has_an_exact_gradient_however_strong_it_is(decay, device):
+def test_the_gradient_of_the_decay_is_precise_however_strong_it_is(decay, device):
     """In float32, against the recurrence in float64: what tokens do to themselves has no part."""
-    lengths = [65, 200, 1, 64]
+    lengths = [65, 1, 64, 200]
     packed = cuseq.PackedLayout.from_lengths(lengths, device=device)
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 8), (2, 8), (2, 8), (2,), (2,)]
@@ -822,9 +858,9 @@ def test_the_decay_has_an_exact_gradient_however_strong_it_is(decay, device):
     weights = torch.randn(expected.shape, generator=generator)
     found = torch.autograd.grad((out * weights.to(device)).sum() + state.sum(), ours)
     wanted = torch.autograd.grad((expected * weights).sum() + last.sum(), exact)
+    rounding = 64 * 2 * decay * torch.finfo(torch.float32).eps  # of the sums in a chunk
     for one, other in zip(found, wanted, strict=True):
-        error = (one.cpu() - other).abs().max() / other.abs().max()
-        assert error < 5e-5  # the sums of 64 decays round
+        assert (one.cpu() - other).abs().max() < (1e-5 + rounding) * other.abs().max()
 
 
 def _noting(plan, sizes):

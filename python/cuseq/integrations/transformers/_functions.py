@@ -1,16 +1,16 @@
 """Replacement of functions of modeling modules, counted over the models that want it.
 
 A modeling module looks its functions up by name when a layer runs, so a replacement acts on live
-models, and on every model of that family in the process. The last model that is disabled, or freed,
-restores the original. Others replace such functions too (Liger, unsloth, tests): one that stands in
-the place of ours is replaced for the next model, and is what is restored.
+models, and on every model of that family in the process. The last model that is disabled, or
+freed, restores the original. Others replace such functions too (Liger, unsloth, tests). One that
+wraps ours may stay; one that does not is replaced for the next model, and restored in the end.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Function = Callable[..., Any]
@@ -20,30 +20,35 @@ Place = tuple[types.ModuleType, str]
 
 @dataclass
 class _Replaced:
-    original: Function
-    own: Function
+    ours: list[tuple[Function, Function]] = field(default_factory=list)  # each with its original
     models: int = 0
 
-    def is_in(self, code: types.ModuleType, name: str) -> bool:
-        """Return whether nobody has put another function in its place."""
-        return getattr(code, name) is self.own
+    def original_of(self, function: Function) -> Function | None:
+        """Return what a function of ours replaced; None for another's."""
+        return next((original for own, original in self.ours if own is function), None)
 
 
 _replaced: dict[tuple[types.ModuleType, str], _Replaced] = {}
 
 
+def _original_of_ours(code: types.ModuleType, name: str) -> Function | None:
+    """Return what our function in a module replaced; None if it would not be called."""
+    replaced, function = _replaced.get((code, name)), getattr(code, name)
+    original = None
+    while replaced is not None and function is not None and original is None:
+        original = replaced.original_of(function)
+        function = getattr(function, "__wrapped__", None)
+    return original
+
+
 def original_function(code: types.ModuleType, name: str) -> Function:
-    """Return a modeling module's own function, also while it is replaced."""
-    replaced = _replaced.get((code, name))
-    if replaced is not None and replaced.is_in(code, name):
-        return replaced.original
-    return getattr(code, name)
+    """Return the function of a modeling module that ours replaces or would replace."""
+    return _original_of_ours(code, name) or getattr(code, name)
 
 
-def is_replaced(code: types.ModuleType, name: str) -> bool:
-    """Return whether a modeling module's function is ours."""
-    replaced = _replaced.get((code, name))
-    return replaced is not None and replaced.is_in(code, name)
+def is_ours(code: types.ModuleType, name: str) -> bool:
+    """Return whether a modeling module calls our function."""
+    return _original_of_ours(code, name) is not None
 
 
 def replace_function(
@@ -57,11 +62,12 @@ def replace_function(
         replacement: makes the new function from the original one; called for the first model, and
             where another function has been put there since.
     """
-    replaced = _replaced.get((code, name))
-    if replaced is None or not replaced.is_in(code, name):
-        original, models = getattr(code, name), 0 if replaced is None else replaced.models
-        replaced = _replaced[code, name] = _Replaced(original, replacement(original), models)
-        setattr(code, name, replaced.own)
+    replaced = _replaced.setdefault((code, name), _Replaced())
+    if not is_ours(code, name):
+        original = getattr(code, name)
+        own = replacement(original)
+        replaced.ours.append((own, original))
+        setattr(code, name, own)
     replaced.models += 1
 
 
@@ -76,5 +82,6 @@ def restore_function(code: types.ModuleType, name: str) -> None:
     replaced.models -= 1
     if replaced.models == 0:
         del _replaced[code, name]
-        if replaced.is_in(code, name):
-            setattr(code, name, replaced.original)
+        original = replaced.original_of(getattr(code, name))
+        if original is not None:
+            setattr(code, name, original)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from cuseq._base.models import HOLD
 from cuseq.integrations.transformers._forwards import our_forward
-from cuseq.integrations.transformers._functions import is_replaced
+from cuseq.integrations.transformers._functions import is_ours
 from cuseq.integrations.transformers._lengths import check_lengths, check_offsets
 from cuseq.integrations.transformers._private import inside_checkpoint
 from cuseq.integrations.transformers.documents import (
@@ -116,10 +116,13 @@ def borrowing_forward(cls: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _check_functions(model: nn.Module) -> None:
-    """Raise RuntimeError if others have put functions in the place of those for packed rows."""
+    """Raise RuntimeError if others have put functions in the place of those for packed rows.
+
+    Not seen in compiled code.
+    """
     hold = vars(model).get(HOLD)
     for code, name in () if hold is None else hold.separating:
-        if not is_replaced(code, name):
+        if not is_ours(code, name):
             raise RuntimeError(
                 f"{name} of {code.__name__} was replaced after cuseq.enable(model), so documents "
                 "would reach each other: call cuseq.disable(model) and cuseq.enable(model) again"

@@ -194,7 +194,7 @@ class _Rule(torch.autograd.Function):
                     state = (state + terms.writes()[own].mT @ computed.new[own]).float()
                 kept += [terms.query_norm, terms.key_norm, *computed]
         ctx.save_for_backward(*rows, *kept)
-        ctx.chunks, ctx.normalise, ctx.keeps_state = chunks, normalise, keeps_state
+        ctx.chunks, ctx.normalise = chunks, normalise
         return chunks.slots.row_of(out), state
 
     @staticmethod
@@ -212,8 +212,7 @@ class _Rule(torch.autograd.Function):
                 computed = _Computed(*(next(kept) for _ in _Computed._fields))
                 terms = _Terms.of(chunks.filled(rows, places), heads, ctx.normalise, norms)
                 (slots_grad,) = chunks.filled((out_grad,), places)
-                last = state_grad if ctx.keeps_state else None
-                found = _gradients(group, terms, computed, slots_grad, last, ctx.normalise)
+                found = _gradients(group, terms, computed, slots_grad, state_grad, ctx.normalise)
                 for one, grad in zip(grads, found, strict=True):
                     _write_slots(grad, heads, one[places])
         return *chunks.slots.rows_of(grads), None, None, None
@@ -268,12 +267,12 @@ def _gradients(
     heads = out_grad.shape[1]
     of_values, of_keys = terms.mixing(inverse)
     key_reads, writes, decay = of_keys @ terms.k, terms.writes(), terms.decay
-    reads, between = terms.reads(), terms.queries_by_keys()
+    reads, scores = terms.reads(), terms.queries_by_keys()
     out_grad = _by_heads(out_grad, heads, states.dtype)
 
     # From the outputs to the states, and along these from each document's last chunk.
     states_grad = reads.mT @ out_grad
-    new_grad = between.mT @ out_grad
+    new_grad = scores.mT @ out_grad
     writes_grad = torch.zeros_like(writes)
     decayed_grad = torch.zeros_like(terms.decayed)  # of the sums c
     if state_grad is not None and group.last is not None:
@@ -292,14 +291,14 @@ def _gradients(
     written = _by_chunk(new, heads).index_select(0, group.lasting).flatten(0, 1)
     written = _by_chunk(written @ states_grad[followed:].mT, heads)
     _by_chunk(writes_grad, heads).index_copy_(0, group.lasting, written)
-    before = _by_chunk(states, heads).index_select(0, group.lasting).flatten(0, 1)
-    before = _by_chunk((states_grad[followed:] * before).sum((1, 2)), heads)
-    _by_chunk(decayed_grad, heads)[:, :, -1].index_copy_(0, group.lasting, before)
+    carried = _by_chunk(states, heads).index_select(0, group.lasting).flatten(0, 1)
+    carried_grad = _by_chunk((states_grad[followed:] * carried).sum((1, 2)), heads)
+    _by_chunk(decayed_grad, heads)[:, :, -1].index_copy_(0, group.lasting, carried_grad)
     decayed_grad[:, -1] *= terms.kept[:, -1]
 
     # Queries, keys and values, as if the factors of the norm were constant.
     pairs_grad = out_grad @ new.mT
-    between *= pairs_grad
+    of_pairs = scores.mul_(pairs_grad)  # the terms of c
     pairs_grad *= terms.pairs * terms.query_scale.unsqueeze(2)
     q_grad = pairs_grad @ terms.k
     reads_grad = out_grad @ states.mT
@@ -320,12 +319,12 @@ def _gradients(
     system_grad *= terms.pairs * (terms.beta * terms.key_norm).unsqueeze(2)
     k_grad.baddbmm_(system_grad + system_grad.mT, terms.k)
 
-    # The gradient of c. Of two tokens the later adds what the earlier takes away, so what a token
-    # does to itself is left out: it may be larger than all else by any factor, and the difference
-    # would be its rounding. The chunk's last token stands for its end.
-    between[:, -1] += (writes_grad * writes).sum(2)
-    between.tril_(-1).addcmul_(by_system, terms.beta.unsqueeze(2))
-    decayed_grad += (between - between.mT).sum(2)
+    # The gradient of c: the term of a pair is added for the later token and subtracted for the
+    # earlier. A token's term with itself would cancel, but for its rounding, which may be larger
+    # than all else, so it is left out. Writes to the state are read at the chunk's last token.
+    of_pairs[:, -1] += (writes_grad * writes).sum(2)
+    of_pairs.tril_(-1).addcmul_(by_system, terms.beta.unsqueeze(2))
+    decayed_grad += (of_pairs - of_pairs.mT).sum(2)
     decayed_grad += (reads_grad * reads).sum(2) + (of_keys_grad * of_keys).sum(1)
     g_grad = decayed_grad.flip(1).cumsum(1).flip(1)
     if normalise:

@@ -66,7 +66,7 @@ class Slots(NamedTuple):
         return self.rows_of([slots])[0]
 
     def rows_of(self, slots: Sequence[Tensor]) -> list[Tensor]:
-        """Return the rows of several, by one kernel."""
+        """Return the rows of several tensors of slots, by one kernel."""
         dense, count = [_with_rows(one) for one in slots], self.inverse.shape[0]
         fills = [0] * len(dense)
         found = _ops.gather_rows(dense, self.inverse, self.index, [count], 1, fills)
