@@ -4,9 +4,9 @@
     python examples/images.py --max_steps 800   # a tiny Qwen3-VL learns to name colours
 
 --conversations is a data set of the Hub, or a JSONL or Parquet file, with a column `messages` as
-transformers' chat templates take them: a part of a content is {"type": "text", "text": TEXT} or
-{"type": "image", "path": FILE}. The last message is what is learned. Without it a document is an
-image of one to four squares with their colours as text, or two of them, or text alone.
+transformers' chat templates take them: a part of a content is {"type": "text", "text": TEXT},
+{"type": "image", "path": FILE}, or {"type": "image"} for the next of a column `images`. The last
+message is learned. Without it documents are images of squares with their colours as text.
 Other options are Trainer's: --per_device_train_batch_size (documents of a row), --learning_rate,
 --save_steps, ... SIGTERM and Ctrl-C end the run after a step, with a checkpoint.
 """
@@ -26,14 +26,15 @@ from _inputs import UNUSABLE, unusable
 from _ranks import Defaults
 from _texts import read_rows
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments
 from transformers.hf_argparser import HfArg
 
 import cuseq
 
 PATCH, MERGE, FRAMES = 4, 2, 2  # pixels of a patch, patches of a token, and frames of a patch
 COLORS = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3)  # the corners of RGB
-IMAGES = ("pixel_values", "image_grid_thw")
+CAREFUL = 1e-5  # the learning rate of a model that was trained before
+IMAGES, SOURCES = ("pixel_values", "image_grid_thw"), {"image", "path", "url", "base64"}
 
 # Tokens 0 to 7 are the colours. A model is asked for these and for END, which have labels.
 END, VISION_START, VISION_END, IMAGE, VIDEO, VOCABULARY = range(len(COLORS), len(COLORS) + 6)
@@ -57,7 +58,7 @@ class Arguments(Defaults, TrainingArguments):
     """Trainer's options, with other defaults."""
 
     output_dir: str | None = HfArg(default="run_images", help="folder of the run")
-    learning_rate: float = HfArg(default=1e-5, help="of AdamW (default: 1e-5, 3e-3 for colours)")
+    learning_rate: float = HfArg(default=CAREFUL, help="of AdamW (default: 1e-5, for colours 3e-3)")
     per_device_train_batch_size: int = HfArg(default=8, help="documents of a row")
 
 
@@ -71,17 +72,15 @@ def main() -> None:
     if options.model is None:
         processor, model, rng = None, a_small_model(), random.Random(args.seed)
         documents: Any = [make_document(rng.choice([0, 1, 1, 2, 2]), rng) for _ in range(6400)]
-        args.learning_rate, args.lr_scheduler_type, args.warmup_steps = 3e-3, "cosine", 20
+        args.learning_rate = 3e-3 if args.learning_rate == CAREFUL else args.learning_rate
     else:
         try:
             processor = transformers.AutoProcessor.from_pretrained(options.model)
-            model = transformers.AutoModelForImageTextToText.from_pretrained(
-                options.model, dtype=torch.float32
-            )
-        except UNUSABLE as error:
+            model = AutoModelForImageTextToText.from_pretrained(options.model, dtype=torch.float32)
+        except (*UNUSABLE, ImportError) as error:
             raise unusable(options.model, error) from error
         rows = read_rows(options.conversations, "--conversations", ("messages",))
-        documents = rows.with_transform(lambda some: processed(some["messages"], processor))
+        documents = rows.with_transform(lambda some: processed(some, processor))
     collate = cuseq.data.MultimodalPackingCollator(model.config, blank_image=args.world_size > 1)
     trainer = Trainer(
         model, args, train_dataset=documents, data_collator=collate, processing_class=processor
@@ -90,17 +89,22 @@ def main() -> None:
     _runs.train(trainer, checkpoint, "--resume_from_checkpoint")
 
 
-def processed(conversations: Sequence[list[dict]], processor: Any) -> dict[str, list]:
+def processed(rows: dict[str, list], processor: Any) -> dict[str, list]:
     """Return columns of documents: token ids, labels of their last messages, patches of images."""
     documents = []
-    for messages in conversations:
+    for number, messages in enumerate(rows["messages"]):
+        images = iter((rows["images"][number] if "images" in rows else None) or [])
         for message in messages:
-            if not isinstance(message["content"], str):  # a table fills what a part lacks with None
+            if isinstance(message["content"], list):  # a table fills what a part lacks with None
                 message["content"] = [{k: v for k, v in part.items() if v is not None}
                                       for part in message["content"]]  # fmt: skip
+                for part in message["content"]:
+                    if part["type"] == "image" and not part.keys() & SOURCES:
+                        part["image"] = next(images, None)
         ask = dict(conversation=messages[:-1], add_generation_prompt=True)
-        whole, asked = processor.apply_chat_template(messages), processor.apply_chat_template(**ask)
-        if not whole.startswith(asked):
+        whole = processor.apply_chat_template(messages)
+        asked = processor.apply_chat_template(**ask) if len(messages) > 1 else None
+        if asked is None or not whole.startswith(asked):
             raise SystemExit(f"--conversations: the last message must be an answer, has {messages}")
         document = processor.apply_chat_template(
             **ask, tokenize=True, return_dict=True, return_tensors="pt"
@@ -109,12 +113,11 @@ def processed(conversations: Sequence[list[dict]], processor: Any) -> dict[str, 
             whole[len(asked) :], add_special_tokens=False, return_tensors="pt"
         )["input_ids"]
         before = document["input_ids"]
-        images = {name: document[name] for name in IMAGES if name in document}
+        patches = {name: document[name] for name in IMAGES if name in document}
         ids = torch.cat([before, answer], 1)
         labels = torch.cat([torch.full_like(before, -100), answer], 1)
-        documents.append(dict(input_ids=ids, labels=labels, **images))
-    names = ("input_ids", "labels", *IMAGES)
-    return {name: [one.get(name) for one in documents] for name in names}
+        documents.append(dict(input_ids=ids, labels=labels, **patches))
+    return {name: [one.get(name) for one in documents] for name in ("input_ids", "labels", *IMAGES)}
 
 
 def a_small_model() -> transformers.PreTrainedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from pathlib import Path
@@ -108,12 +109,21 @@ def test_images_and_a_model_of_ones_own(example, own_signals, tmp_path, capsys):
     processor = save_model(example, tmp_path / "model")
     chats = conversations(tmp_path, 12)
     rows = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
-    documents = example.processed(rows, processor)
+    documents = example.processed({"messages": copy.deepcopy(rows)}, processor)
     for number, (ids, labels) in enumerate(zip(documents["input_ids"], documents["labels"])):
         learned = processor.tokenizer.decode(labels[labels != -100])
         assert learned == f"{rows[number][1]['content'][0]['text']} <end>"
         assert torch.equal(ids[0, -len(learned.split()) :], labels[labels != -100])
         assert (documents["pixel_values"][number] is None) == (number % 3 == 0)
+    # The column of TRL's data sets, whose parts say that there is an image and no more.
+    pictures = [
+        [Image.open(part.pop("path")) for part in row[0]["content"] if "path" in part] or None
+        for row in rows
+    ]
+    again = example.processed({"messages": rows, "images": pictures}, processor)
+    for name in ("input_ids", "pixel_values"):
+        for one, other in zip(again[name], documents[name], strict=True):
+            assert one is other or torch.equal(one, other)
     run("images", "--model", tmp_path / "model", "--conversations", chats, "--output_dir",
         tmp_path / "run", "--num_train_epochs", 4, "--max_steps", -1, "--learning_rate", 3e-3,
         "--per_device_train_batch_size", 4, "--save_steps", 12,
@@ -137,11 +147,14 @@ def test_what_is_missing_is_named(tmp_path):
 def test_a_conversation_without_an_answer_is_named(example):
     class Processor:
         def apply_chat_template(self, conversation, add_generation_prompt=False):
+            assert conversation  # transformers' reads its first message
             turns = [f"{one['role']}: {one['content']}" for one in conversation]
             return "\n".join(turns + ["assistant: "] * add_generation_prompt)
 
-    with pytest.raises(SystemExit, match="the last message must be an answer, has .*hello"):
-        example.processed([[{"role": "user", "content": "hello"}]], Processor())
+    for roles in (["user"], ["user", "user"]):
+        messages = [{"role": role, "content": "hello"} for role in roles]
+        with pytest.raises(SystemExit, match="the last message must be an answer, has .*hello"):
+            example.processed({"messages": [messages]}, Processor())
 
 
 @pytest.mark.parametrize("colors", [[7], [0, 1, 2, 3]])
