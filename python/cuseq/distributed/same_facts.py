@@ -40,7 +40,7 @@ def check_same_on_ranks(facts: Mapping[str, object], group: ProcessGroup | None 
     dist.all_gather_object(everyone, {name: repr(fact) for name, fact in facts.items()}, group)
     for rank, others in enumerate(everyone):
         for name in everyone[0] | others:
-            first, other = everyone[0].get(name), others.get(name)
+            first, other = everyone[0].get(name, "nothing"), others.get(name, "nothing")
             if first != other:
                 raise ValueError(
                     f"{name} must be the same on all ranks of group, got {first} on rank 0 and "

@@ -352,7 +352,7 @@ def differing(rank: int) -> list[str]:
 def test_facts_that_differ_are_named_on_all_ranks():
     said = [
         "rate must be the same on all ranks of group, got 0.0 on rank 0 and 0.5 on rank 1",
-        "cp must be the same on all ranks of group, got 2 on rank 0 and None on rank 1",
+        "cp must be the same on all ranks of group, got 2 on rank 0 and nothing on rank 1",
     ]
     assert distributed.run(differing) == [said, said]
 
