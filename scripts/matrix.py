@@ -35,8 +35,8 @@ VERSIONS = json.loads((ROOT / "scripts" / "versions.json").read_text())
 CELLS = VERSIONS["cells"]
 RECORDS, PAGE = ROOT / "docs" / "versions.json", ROOT / "docs" / "versions.md"
 BEGIN, END = "<!-- `make versions` writes this table -->\n", "<!-- the end of the table -->\n"
-# How many minutes after CI began a set may still be started. CI may take 90, and on a slow machine a
-# cell takes 5 to install, 12 to build, and 15 for `daily`.
+# How many minutes after CI began a set may still be started. CI may take 90, and on a slow machine
+# a cell takes 5 to install, 12 to build, and 15 for `daily`.
 LATEST = {"daily": 55, "short": 68}
 
 
