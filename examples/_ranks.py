@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from argparse import Action, ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,10 +41,10 @@ class _Help(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
         return action.help if told else super()._get_help_string(action)
 
 
-def parsed(about: str | None, *kinds: Any, given: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """Return the options of the command line, or those given, as one dataclass of each kind."""
+def parsed(about: str | None, *kinds: Any) -> tuple[Any, ...]:
+    """Return the options of the command line, as one dataclass of each kind."""
     parser = HfArgumentParser(kinds, description=about, formatter_class=_Help)
-    *found, unknown = parser.parse_args_into_dataclasses(given, return_remaining_strings=True)
+    *found, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return tuple(found)

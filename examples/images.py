@@ -34,7 +34,8 @@ import cuseq
 PATCH, MERGE, FRAMES = 4, 2, 2  # pixels of a patch, patches of a token, and frames of a patch
 COLORS = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3)  # the corners of RGB
 CAREFUL = 1e-5  # the learning rate of a model that was trained before
-IMAGES, SOURCES = ("pixel_values", "image_grid_thw"), {"image", "path", "url", "base64"}
+IMAGES = ("pixel_values", "image_grid_thw")
+SOURCES = {"image", "path", "url", "base64"}  # keys of a part, one of which has its image
 
 # Tokens 0 to 7 are the colours. A model is asked for these and for END, which have labels.
 END, VISION_START, VISION_END, IMAGE, VIDEO, VOCABULARY = range(len(COLORS), len(COLORS) + 6)

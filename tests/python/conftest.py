@@ -187,6 +187,12 @@ def one_gpu(monkeypatch):
 
 
 @pytest.fixture
+def own_signals(monkeypatch):
+    """Leave signals to pytest, which an example takes for itself."""
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+
+
+@pytest.fixture
 def second_gpu() -> torch.device:
     """Return a GPU that is not the current one."""
     _cuda()

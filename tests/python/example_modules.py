@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +38,13 @@ def imported(name: str) -> Iterator[ModuleType]:
         for other in set(sys.modules) - before:
             if (EXAMPLES / f"{other}.py").exists():
                 del sys.modules[other]
+
+
+def logged(folder: Path, name: str) -> list[Any]:
+    """Return what a run of Trainer's logged by a name, as its newest checkpoint has it."""
+    states = folder.glob("checkpoint-*/trainer_state.json")
+    newest = max(states, key=lambda one: int(one.parent.name.split("-")[1]))
+    return [log[name] for log in json.loads(newest.read_text())["log_history"] if name in log]
 
 
 def run(name: str, *options: object) -> None:

@@ -111,7 +111,7 @@ def test_descriptions_on_any_device(name, device):
 WITHOUT_POSITIONS = ("packed", "packed_seq_lengths", "offsets alone", "seq_idx")
 
 
-# In compiled code a description is read as one of these is.
+# Compiled code reads every description as it reads one of these.
 READ_APART = ("packed", "positions", "cu_seqlens", "flash_attn_kwargs", *WITHOUT_POSITIONS)
 COMPILED = [
     *(("qwen3", name) if name in READ_APART else full("qwen3", name) for name in DESCRIPTIONS),

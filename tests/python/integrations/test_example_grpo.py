@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from example_modules import imported, run
+from example_modules import imported, logged, run
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("trl")
@@ -16,15 +16,7 @@ datasets = pytest.importorskip("datasets")
 def rewards_of(folder: Path, *options: object) -> list[float]:
     """Train, and return the mean reward of each step."""
     run("grpo", "--output_dir", folder, "--save_strategy", "steps", *options)
-    (state,) = folder.glob("checkpoint-*/trainer_state.json")
-    history = json.loads(state.read_text())["log_history"]
-    return [float(log["reward"]) for log in history if "reward" in log]
-
-
-@pytest.fixture
-def own_signals(monkeypatch):
-    """Leave signals to pytest."""
-    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    return [float(reward) for reward in logged(folder, "reward")]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from unittest import mock
 import distributed
 import pytest
 import torch.distributed as dist
-from example_modules import EXAMPLES, imported
+from example_modules import EXAMPLES, imported, logged
 
 import cuseq
 
@@ -166,12 +166,6 @@ def started(command: list[str], output: Path) -> subprocess.Popen:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
 
 
-def losses(out: Path) -> list[float]:
-    states = out.glob("checkpoint-*/trainer_state.json")
-    newest = max(states, key=lambda one: int(one.parent.name.split("-")[1]))
-    return [log["loss"] for log in json.loads(newest.read_text())["log_history"] if "loss" in log]
-
-
 @pytest.mark.full
 def test_a_trainer_that_sigterm_stopped_goes_on(inputs, tmp_path):
     out, output = tmp_path / "run", tmp_path / "output.txt"
@@ -181,15 +175,15 @@ def test_a_trainer_that_sigterm_stopped_goes_on(inputs, tmp_path):
     process.send_signal(signal.SIGTERM)
     process.wait(timeout=90)
     assert "--resume goes on from there" in output.read_text()
-    before = losses(out)
+    before = logged(out, "loss")
     assert 5 <= len(before) < 300
     process = started(torchrun(out, inputs, *options, "--resume"), output)
     assert process.wait(timeout=200) == 0, output.read_text()
     whole = tmp_path / "whole"
     process = started(torchrun(whole, inputs, *options), output)
     assert process.wait(timeout=200) == 0, output.read_text()
-    assert losses(out) == losses(whole)
-    assert losses(out)[: len(before)] == before
+    assert logged(out, "loss") == logged(whole, "loss")
+    assert logged(out, "loss")[: len(before)] == before
 
 
 @pytest.mark.full
@@ -202,7 +196,7 @@ def test_a_trainer_whose_steps_are_graphs_learns_the_same(cp, inputs, tmp_path):
         options += ["--cp", cp]
         process = started(torchrun(out, inputs, *options), output)
         assert process.wait(timeout=200) == 0, output.read_text()
-        found.append(losses(out))
+        found.append(logged(out, "loss"))
     assert len(found[0]) == 6 and found[1] == pytest.approx(found[0], rel=1e-4)
 
 
@@ -215,7 +209,7 @@ def test_torchrun_restarts_a_trainer_after_a_killed_rank(inputs, tmp_path):
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
     assert process.wait(timeout=200) == 0, output.read_text()
-    assert len(losses(out)) == 100
+    assert len(logged(out, "loss")) == 100
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from example_modules import imported, run
+from example_modules import imported, logged, run
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.models.qwen3_vl")
@@ -36,31 +36,16 @@ def example():
         yield module
 
 
-@pytest.fixture
-def own_signals(monkeypatch):
-    """Leave signals to pytest."""
-    monkeypatch.setattr("signal.signal", lambda number, handler: None)
-
-
-def losses_of(folder: Path) -> list[float]:
-    """Return the loss of each step of a run."""
-    newest = max(
-        folder.glob("checkpoint-*/trainer_state.json"), key=lambda one: one.stat().st_mtime
-    )
-    history = json.loads(newest.read_text())["log_history"]
-    return [float(log["loss"]) for log in history if "loss" in log]
-
-
 @pytest.mark.slow
 def test_it_learns_and_goes_on_from_a_checkpoint(own_signals, tmp_path, capsys):
     options = ("--max_steps", 40, "--save_steps", 20, "--disable_tqdm", "true")
     run("images", "--output_dir", tmp_path / "run", *options)
-    losses = losses_of(tmp_path / "run")
+    losses = logged(tmp_path / "run", "loss")
     assert len(losses) == 40 and sum(losses[-4:]) < 0.7 * sum(losses[:4])
     assert "Written: the model" in capsys.readouterr().out
     run("images", "--output_dir", tmp_path / "again", *options, "--resume_from_checkpoint",
         tmp_path / "run" / "checkpoint-20")  # fmt: skip
-    assert losses_of(tmp_path / "again") == losses
+    assert logged(tmp_path / "again", "loss") == losses
 
 
 def save_model(example: Any, folder: Path) -> Any:
@@ -128,7 +113,7 @@ def test_images_and_a_model_of_ones_own(example, own_signals, tmp_path, capsys):
         tmp_path / "run", "--num_train_epochs", 4, "--max_steps", -1, "--learning_rate", 3e-3,
         "--per_device_train_batch_size", 4, "--save_steps", 12,
         "--disable_tqdm", "true")  # fmt: skip
-    losses = losses_of(tmp_path / "run")
+    losses = logged(tmp_path / "run", "loss")
     assert len(losses) == 12 and sum(losses[-3:]) < sum(losses[:3])
     assert (tmp_path / "run" / "model" / "chat_template.jinja").exists()
     assert "WARNING" not in capsys.readouterr().out

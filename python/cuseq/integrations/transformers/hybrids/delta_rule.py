@@ -219,7 +219,7 @@ class _Rule(torch.autograd.Function):
 
 
 class _Computed(NamedTuple):
-    """What a forward keeps for its backward.
+    """The inverses, states and new values of a group's chunks, which its backward needs too.
 
     Attributes:
         inverse: `[n, 64, 64]`, (1 + diag(b) N)^-1.
