@@ -861,6 +861,8 @@ def test_the_gradient_of_the_decay_is_precise_however_strong_it_is(decay, device
     rounding = 64 * 2 * decay * torch.finfo(torch.float32).eps  # of the sums in a chunk
     for one, other in zip(found, wanted, strict=True):
         assert (one.cpu() - other).abs().max() < (1e-5 + rounding) * other.abs().max()
+    decays, exactly = found[3].cpu(), wanted[3]
+    assert ((decays - exactly).abs() <= 1e-2 * exactly.abs()).all()  # the smallest ones too
 
 
 def _noting(plan, sizes):

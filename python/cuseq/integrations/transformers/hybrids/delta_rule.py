@@ -40,10 +40,6 @@ _EPS = 1e-6  # of the norm of queries and keys, as in transformers and flash-lin
 _GPU_SLOTS, _CPU_SLOTS = 1 << 20, 512
 
 
-# The chunks of a step, those of them whose document goes on, and where it does.
-_Step = tuple[slice, slice, slice]
-
-
 class _Group(NamedTuple):
     """Documents that are computed together: the first chunk of each, then the second ones, ...
 
@@ -64,16 +60,17 @@ class _Group(NamedTuple):
     def slots(self) -> int:
         return sum(self.counts) * CHUNK
 
-    def steps(self, heads: int) -> list[_Step]:
-        """Return the steps, in chunks times heads."""
-        found, begin = [], 0
-        for count, further in itertools.pairwise((*self.counts, 0)):
-            end, lasting = begin + count * heads, further * heads
-            found.append(
-                (slice(begin, end), slice(begin, begin + lasting), slice(end, end + lasting))
-            )
-            begin = end
-        return found
+    def steps(self, chunks: Tensor) -> tuple[Tensor, ...]:
+        """Return the chunks of each step of `[chunks * heads, ...]`."""
+        heads = chunks.shape[0] // sum(self.counts)
+        return chunks.split([count * heads for count in self.counts])
+
+    def lasting_steps(self, chunks: Tensor) -> tuple[Tensor, ...]:
+        """Return the chunks of each step but the last whose document goes on."""
+        heads = chunks.shape[0] // sum(self.counts)
+        pairs = itertools.pairwise((*self.counts, 0))
+        sizes = [n * heads for count, further in pairs for n in (further, count - further)]
+        return chunks.split(sizes)[:-2:2]
 
     def last_chunk(self, heads: int) -> slice:
         """Return the heads of the last chunk of the row's last sequence."""
@@ -151,18 +148,18 @@ def chunked_gated_delta_rule(
 class _Rule(torch.autograd.Function):
     """The rule of a row's chunks. Rows of fp16 and bf16 are computed in fp32.
 
-    Per chunk and head, with c the sum of g up to a token, b its beta, s and r the factors that
-    normalise its query and key, and S the state before the chunk, for tokens j <= i:
+    Per chunk and head, with c the sum of g up to a token, b its beta, q and k its scaled query and
+    key, and S the state before the chunk, for tokens j <= i:
 
-        P[i, j] = exp(c_i - c_j) s_i r_j q_i k_j
-        N[i, j] = exp(c_i - c_j) r_i r_j k_i k_j, but 0 for i = j
+        P[i, j] = exp(c_i - c_j) q_i k_j
+        N[i, j] = exp(c_i - c_j) k_i k_j, but 0 for i = j
         A       = (1 + diag(b) N)^-1 diag(b): the tokens before i in the chunk changed what i reads
-        new     = A (V - diag(exp(c) r) K S)
-        out     = P new + diag(exp(c) s) Q S
-        S'      = exp(c_63) S + (diag(exp(c_63 - c) r) K)^T new
+        new     = A (V - diag(exp(c)) K S)
+        out     = P new + diag(exp(c)) Q S
+        S'      = exp(c_63) S + (diag(exp(c_63 - c)) K)^T new
 
-    Factors are applied to the small matrices of a chunk where that is possible. The backward is
-    written out, because autograd would keep every step of this. It has no second derivative.
+    The backward is written out, because autograd would keep every step of this. It has no second
+    derivative.
     """
 
     @staticmethod
@@ -183,8 +180,10 @@ class _Rule(torch.autograd.Function):
         state = None
         with torch.autocast(value.device.type, enabled=False):
             for group, places in chunks.each():
-                terms = _Terms.of(chunks.filled(rows, places), heads, normalise)
-                computed = _Computed.of(terms, group.steps(heads))
+                slots = chunks.filled(rows, places)
+                scales = _scales_of(slots[0], slots[1], normalise)
+                terms = _Terms.of(slots, heads, scales)
+                computed = _Computed.of(terms, group)
                 found = terms.queries_by_keys() @ computed.new
                 found.baddbmm_(terms.reads(), computed.states)
                 _write_slots(found, heads, out[places])
@@ -192,7 +191,7 @@ class _Rule(torch.autograd.Function):
                     own = group.last_chunk(heads)
                     state = computed.states[own] * terms.decay[own]
                     state = (state + terms.writes()[own].mT @ computed.new[own]).float()
-                kept += [terms.query_norm, terms.key_norm, *computed]
+                kept += [*scales, *computed]
         ctx.save_for_backward(*rows, *kept)
         ctx.chunks, ctx.normalise = chunks, normalise
         return chunks.slots.row_of(out), state
@@ -208,13 +207,15 @@ class _Rule(torch.autograd.Function):
         grads = [one.new_empty(len(chunks.slots.index), *one.shape[2:]) for one in rows]
         with torch.autocast(value.device.type, enabled=False):
             for group, places in chunks.each():
-                norms = next(kept), next(kept)
+                scales = next(kept), next(kept)
                 computed = _Computed(*(next(kept) for _ in _Computed._fields))
-                terms = _Terms.of(chunks.filled(rows, places), heads, ctx.normalise, norms)
+                terms = _Terms.of(chunks.filled(rows, places), heads, scales)
                 (slots_grad,) = chunks.filled((out_grad,), places)
-                found = _gradients(group, terms, computed, slots_grad, state_grad, ctx.normalise)
-                for one, grad in zip(grads, found, strict=True):
-                    _write_slots(grad, heads, one[places])
+                found = _gradients(group, terms, computed, slots_grad, state_grad)
+                if ctx.normalise:
+                    _take_out_lengths(terms, found[0], found[1])
+                for one, grad, scale in zip(grads, found, (*scales, None, None, None), strict=True):
+                    _write_slots(grad, heads, one[places], scale)
         return *chunks.slots.rows_of(grads), None, None, None
 
 
@@ -232,18 +233,22 @@ class _Computed(NamedTuple):
     new: Tensor
 
     @staticmethod
-    def of(terms: _Terms, steps: list[_Step]) -> _Computed:
+    def of(terms: _Terms, group: _Group) -> _Computed:
         system = terms.keys_by_keys().mul_(terms.beta.unsqueeze(2))
         eye = torch.eye(CHUNK, dtype=system.dtype, device=system.device).expand_as(system)
         inverse = torch.linalg.solve_triangular(system, eye, upper=False, unitriangular=True)
         of_values, of_keys = terms.mixing(inverse)
         new, reads, writes = of_values @ terms.v, of_keys @ terms.k, terms.writes()
         states = new.new_empty(new.shape[0], reads.shape[2], new.shape[2])
-        states[steps[0][0]] = 0
-        for now, lasting, following in steps:
-            new[now].baddbmm_(reads[now], states[now], alpha=-1)
-            after = torch.mul(states[lasting], terms.decay[lasting], out=states[following])
-            after.baddbmm_(writes[lasting].mT, new[lasting])
+        of_step = [*map(group.steps, (states, reads, new))]
+        goes_on = [*map(group.lasting_steps, (states, terms.decay, writes.mT, new))]
+        state, *later = of_step[0]
+        state.zero_()
+        for step, (state, read, value) in enumerate(zip(*of_step, strict=True)):
+            value.baddbmm_(read, state, alpha=-1)
+            if step < len(later):
+                before, decay, write, written = (one[step] for one in goes_on)
+                torch.mul(before, decay, out=later[step]).baddbmm_(write, written)
         return _Computed(inverse, states, new)
 
 
@@ -253,15 +258,13 @@ def _gradients(
     computed: _Computed,
     out_grad: Tensor,
     state_grad: Tensor | None,
-    normalise: bool,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients `[n, 64, ...]` of the queries, keys, values, g and beta of a group.
+    """Return the gradients `[n, 64, ...]` of a group: scaled queries and keys, values, g, beta.
 
     Args:
         group, terms, computed: the group, and what its forward was made of.
         out_grad: `[slots, heads, value_dim]`.
         state_grad: `[heads, key_dim, value_dim]` of the state after the row's last sequence.
-        normalise: whether queries and keys were divided by their lengths.
     """
     inverse, states, new = computed
     heads = out_grad.shape[1]
@@ -274,18 +277,23 @@ def _gradients(
     states_grad = reads.mT @ out_grad
     new_grad = scores.mT @ out_grad
     writes_grad = torch.zeros_like(writes)
-    decayed_grad = torch.zeros_like(terms.decayed)  # of the sums c
+    decayed_grad = torch.zeros_like(terms.decayed)  # the terms of c with the state before
     if state_grad is not None and group.last is not None:
         own, grad = group.last_chunk(heads), state_grad.to(states.dtype)
         decayed_grad[own, -1] = (grad * states[own]).sum((1, 2))
         writes_grad[own] = new[own] @ grad.mT
         new_grad[own] += writes[own] @ grad
         states_grad[own] += grad * decay[own]
-    for now, lasting, following in reversed(group.steps(heads)):
-        later = states_grad[following]
-        new_grad[lasting].baddbmm_(writes[lasting], later)
-        states_grad[lasting].addcmul_(later, decay[lasting])
-        states_grad[now].baddbmm_(key_reads[now].mT, new_grad[now], alpha=-1)
+    of_step = [*map(group.steps, (states_grad, key_reads.mT, new_grad))]
+    goes_on = [*map(group.lasting_steps, (states_grad, decay, writes, new_grad))]
+    later = of_step[0][1:]
+    for step in reversed(range(len(group.counts))):
+        if step < len(later):
+            before, decay_of_step, write, written = (one[step] for one in goes_on)
+            written.baddbmm_(write, later[step])
+            before.addcmul_(later[step], decay_of_step)
+        state, read, value = (one[step] for one in of_step)
+        state.baddbmm_(read, value, alpha=-1)
     # Of all steps at once: a GPU waits for the host to launch the kernels of each.
     followed = group.counts[0] * heads
     written = _by_chunk(new, heads).index_select(0, group.lasting).flatten(0, 1)
@@ -296,45 +304,46 @@ def _gradients(
     _by_chunk(decayed_grad, heads)[:, :, -1].index_copy_(0, group.lasting, carried_grad)
     decayed_grad[:, -1] *= terms.kept[:, -1]
 
-    # Queries, keys and values, as if the factors of the norm were constant.
+    # Queries, keys and values.
     pairs_grad = out_grad @ new.mT
-    of_pairs = scores.mul_(pairs_grad)  # the terms of c
-    pairs_grad *= terms.pairs * terms.query_scale.unsqueeze(2)
+    of_pairs = scores.mul_(pairs_grad)  # the terms of c with other tokens
+    pairs_grad *= terms.pairs
     q_grad = pairs_grad @ terms.k
     reads_grad = out_grad @ states.mT
-    q_grad.addcmul_(reads_grad, terms.query_in.unsqueeze(2))
+    q_grad.addcmul_(reads_grad, terms.kept.unsqueeze(2))
     k_grad = pairs_grad.mT @ terms.q
     less_reads_grad = new_grad @ states.mT
-    of_keys_grad = (less_reads_grad @ terms.k.mT).neg_()
+    less_keys_grad = less_reads_grad @ terms.k.mT
     k_grad.baddbmm_(of_keys.mT, less_reads_grad, alpha=-1)
     k_grad.addcmul_(writes_grad, terms.key_out.unsqueeze(2))
     v_grad = of_values.mT @ new_grad
     mixing_grad = new_grad @ terms.v.mT
-    mixing_grad.addcmul_(of_keys_grad, terms.key_in.unsqueeze(1))
+    mixing_grad.addcmul_(less_keys_grad, terms.kept.unsqueeze(1), value=-1)
     beta_grad = (mixing_grad * inverse).sum(1)
-    system_grad = inverse.mT @ (mixing_grad * terms.beta.unsqueeze(1)) @ inverse.mT
-    system_grad = system_grad.tril_(-1).neg_()
-    by_system = system_grad * terms.keys_by_keys()
-    beta_grad += by_system.sum(2)
-    system_grad *= terms.pairs * (terms.beta * terms.key_norm).unsqueeze(2)
-    k_grad.baddbmm_(system_grad + system_grad.mT, terms.k)
+    mixing_grad *= terms.beta.unsqueeze(1)
+    less_system_grad = (inverse.mT @ mixing_grad @ inverse.mT).tril_(-1).mul_(terms.pairs)
+    less_by_system = (terms.k @ terms.k.mT).mul_(less_system_grad)
+    beta_grad -= less_by_system.sum(2)
+    less_system_grad *= terms.beta.unsqueeze(2)
+    k_grad.baddbmm_(less_system_grad + less_system_grad.mT, terms.k, alpha=-1)
 
-    # The gradient of c: the term of a pair is added for the later token and subtracted for the
-    # earlier. A token's term with itself would cancel, but for its rounding, which may be larger
-    # than all else, so it is left out. Writes to the state are read at the chunk's last token.
+    # A decay g_t counts in the terms of c of every token from t on with an earlier one, or with the
+    # state before the chunk. So what tokens do to themselves, which may be larger than all else, is
+    # never added and taken off again. Writes to the state are read at the chunk's last token.
     of_pairs[:, -1] += (writes_grad * writes).sum(2)
-    of_pairs.tril_(-1).addcmul_(by_system, terms.beta.unsqueeze(2))
-    decayed_grad += (of_pairs - of_pairs.mT).sum(2)
-    decayed_grad += (reads_grad * reads).sum(2) + (of_keys_grad * of_keys).sum(1)
-    g_grad = decayed_grad.flip(1).cumsum(1).flip(1)
-    if normalise:
-        for x, grad, norm in (
-            (terms.q, q_grad, terms.query_norm),
-            (terms.k, k_grad, terms.key_norm),
-        ):
-            along = (grad * x).sum(2) * norm.square()
-            grad.addcmul_(x, along.unsqueeze(2), value=-1)
+    of_pairs.addcmul_(less_by_system, terms.beta.unsqueeze(2), value=-1)
+    decayed_grad += (reads_grad * reads).sum(2)
+    decayed_grad -= (less_keys_grad * of_keys).sum(1)
+    earlier = torch.ones_like(of_pairs[0]).triu_(1)
+    g_grad = (of_pairs @ earlier).add_(decayed_grad.unsqueeze(2)).tril_().sum(1)
     return q_grad, k_grad, v_grad, g_grad, beta_grad
+
+
+def _take_out_lengths(terms: _Terms, q_grad: Tensor, k_grad: Tensor) -> None:
+    """Take the part out of gradients by which scaled queries and keys would grow: they cannot."""
+    for x, grad, square in ((terms.q, q_grad, terms.q.shape[2]), (terms.k, k_grad, 1)):
+        along = (grad * x).sum(2, keepdim=True)
+        grad.addcmul_(x, along, value=-square)
 
 
 @dataclass(frozen=True)
@@ -344,11 +353,10 @@ class _Terms:
     Forward and backward both make them. `n` is chunks times heads.
 
     Attributes:
-        q, k, v: `[n, 64, dim]`.
+        q, k: `[n, 64, key_dim]`, scaled.
+        v: `[n, 64, value_dim]`.
         beta, decayed: `[n, 64]`, b and c.
-        query_norm, key_norm: `[n, 64]`, one over the lengths of queries and keys, or ones.
-        query_scale: `[n, 64]`, s; r is `key_norm`.
-        pairs: `[n, 64, 64]`, exp(c_i - c_j) r_j; zero for j > i.
+        pairs: `[n, 64, 64]`, exp(c_i - c_j); zero for j > i.
     """
 
     q: Tensor
@@ -356,26 +364,20 @@ class _Terms:
     v: Tensor
     beta: Tensor
     decayed: Tensor
-    query_norm: Tensor
-    key_norm: Tensor
-    query_scale: Tensor
     pairs: Tensor
 
     @staticmethod
-    def of(
-        slots: Sequence[Tensor], heads: int, normalise: bool, norms: Sequence[Tensor] = ()
-    ) -> _Terms:
-        """Make them of slots of queries, keys, values, g and beta."""
+    def of(slots: Sequence[Tensor], heads: int, scales: tuple[Tensor, Tensor]) -> _Terms:
+        """Make them of slots of queries, keys, values, g and beta, and of `_scales_of` them."""
         dtypes = (one.dtype for one in slots[:3])
         dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-        q, k, v, log_decay, rate = (_by_heads(one, heads, dtype) for one in slots)
-        if not norms:
-            ones = torch.ones_like(rate)
-            norms = (_inverse_norm(q), _inverse_norm(k)) if normalise else (ones, ones)
+        factors = (*scales, None, None, None)
+        q, k, v, log_decay, rate = (
+            _by_heads(one, heads, dtype, factor) for one, factor in zip(slots, factors, strict=True)
+        )
         decayed = log_decay.cumsum(1)
         pairs = (decayed.unsqueeze(2) - decayed.unsqueeze(1)).exp_().tril_()  # infinite above
-        pairs *= norms[1].unsqueeze(1)
-        return _Terms(q, k, v, rate, decayed, *norms, norms[0] * q.shape[2] ** -0.5, pairs)
+        return _Terms(q, k, v, rate, decayed, pairs)
 
     @functools.cached_property
     def kept(self) -> Tensor:
@@ -388,23 +390,13 @@ class _Terms:
         return self.kept[:, -1:, None]
 
     @functools.cached_property
-    def query_in(self) -> Tensor:
-        """`[n, 64]`, the factor of a query that reads the state before the chunk."""
-        return self.query_scale * self.kept
-
-    @functools.cached_property
-    def key_in(self) -> Tensor:
-        """`[n, 64]`, the factor of a key that reads the state before the chunk."""
-        return self.key_norm * self.kept
-
-    @functools.cached_property
     def key_out(self) -> Tensor:
         """`[n, 64]`, the factor of a key that writes to the state after the chunk."""
-        return self.key_norm * (self.decayed[:, -1:] - self.decayed).exp()
+        return (self.decayed[:, -1:] - self.decayed).exp()
 
     def reads(self) -> Tensor:
         """`[n, 64, key_dim]`, what outputs read of the state before the chunk."""
-        return self.q * self.query_in.unsqueeze(2)
+        return self.q * self.kept.unsqueeze(2)
 
     def writes(self) -> Tensor:
         """`[n, 64, key_dim]`, where new values go in the state."""
@@ -412,27 +404,46 @@ class _Terms:
 
     def queries_by_keys(self) -> Tensor:
         """P."""
-        return (self.q @ self.k.mT).mul_(self.pairs).mul_(self.query_scale.unsqueeze(2))
+        return (self.q @ self.k.mT).mul_(self.pairs)
 
     def keys_by_keys(self) -> Tensor:
         """N, with values on the diagonal that nobody may read."""
-        return (self.k @ self.k.mT).mul_(self.pairs).mul_(self.key_norm.unsqueeze(2))
+        return (self.k @ self.k.mT).mul_(self.pairs)
 
     def mixing(self, inverse: Tensor) -> tuple[Tensor, Tensor]:
-        """A of the inverse of 1 + diag(b) N, and A diag(exp(c) r)."""
+        """A of the inverse of 1 + diag(b) N, and A diag(exp(c))."""
         of_values = inverse * self.beta.unsqueeze(1)
-        return of_values, of_values * self.key_in.unsqueeze(1)
+        return of_values, of_values * self.kept.unsqueeze(1)
 
 
-def _inverse_norm(x: Tensor) -> Tensor:
-    return torch.rsqrt(torch.linalg.vector_norm(x, dim=2).square() + _EPS)
+def _scales_of(query: Tensor, key: Tensor, normalise: bool) -> tuple[Tensor, Tensor]:
+    """Return the factors `[slots, heads or a part of them]` of slots of queries and keys."""
+    found = []
+    for one in (query, key):
+        dtype = torch.promote_types(one.dtype, torch.float32)
+        if normalise:
+            length = torch.linalg.vector_norm(one, dim=2, dtype=dtype)
+            found.append(torch.rsqrt(length.square_().add_(_EPS)))
+        else:
+            found.append(one.new_ones(one.shape[:2], dtype=dtype))
+    found[0] *= query.shape[2] ** -0.5
+    return found[0], found[1]
 
 
-def _by_heads(slots: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """Return `[chunks * heads, 64, ...]` of `[chunks * 64, heads or a part of them, ...]`."""
+def _by_heads(slots: Tensor, heads: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """Return `[chunks * heads, 64, ...]` of `[chunks * 64, heads or a part of them, ...]`.
+
+    `scale`, without the last dimension, is multiplied in by the same pass over memory.
+    """
     chunks = slots.unflatten(0, (-1, CHUNK)).transpose(1, 2).unsqueeze(2)
     chunks = chunks.expand(-1, -1, heads // chunks.shape[1], *chunks.shape[3:])
-    return _in_order(chunks, dtype).flatten(0, 2)
+    found = torch.empty(chunks.shape, dtype=dtype, device=chunks.device)
+    if scale is None:
+        found.copy_(chunks)
+    else:
+        factors = scale.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+        torch.mul(chunks, factors.unsqueeze(2).unsqueeze(-1), out=found)
+    return found.flatten(0, 2)
 
 
 def _by_chunk(chunks: Tensor, heads: int) -> Tensor:
@@ -440,7 +451,7 @@ def _by_chunk(chunks: Tensor, heads: int) -> Tensor:
     return chunks.unflatten(0, (-1, heads))
 
 
-def _write_slots(chunks: Tensor, heads: int, slots: Tensor) -> None:
+def _write_slots(chunks: Tensor, heads: int, slots: Tensor, scale: Tensor | None = None) -> None:
     """Write `[chunks * heads, 64, ...]` to slots `[chunks * 64, heads or a part of them, ...]`.
 
     Undoes `_by_heads`: heads that were repeated from one are summed.
@@ -448,12 +459,11 @@ def _write_slots(chunks: Tensor, heads: int, slots: Tensor) -> None:
     by_head, parts = _by_chunk(chunks, heads), slots.shape[1]
     if parts != heads:
         by_head = by_head.unflatten(1, (parts, -1)).sum(2)
-    slots.unflatten(0, (-1, CHUNK)).copy_(by_head.transpose(1, 2))
-
-
-def _in_order(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of a dtype in the order of its dimensions in memory, by one pass."""
-    return tensor.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    by_head, written = by_head.transpose(1, 2), slots.unflatten(0, (-1, CHUNK))
+    if scale is None:
+        written.copy_(by_head)
+    else:
+        torch.mul(by_head, scale.unflatten(0, (-1, CHUNK)).unsqueeze(-1), out=written)
 
 
 def _make_chunks(packed: PackedLayout, device: torch.device) -> _Chunks:
