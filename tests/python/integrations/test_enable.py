@@ -509,8 +509,9 @@ def test_layers_that_mix_neighbours_are_named(device, monkeypatch):
     with pytest.warns(UserWarning, match="LEAKS: layers of type linear_attention.*padded") as given:
         enabled = cuseq.enable(model.to(device))
     assert any("layers of type linear_attention" in reason for reason in enabled.left_alone)
-    assert enabled.warnings == (str(given[0].message),) and len(given) == 1
-    assert given[0].filename == __file__
+    # Not those of packages, which "auto" imports where there is a GPU for them.
+    own = [warning for warning in given if warning.filename == __file__]
+    assert enabled.warnings == tuple(str(warning.message) for warning in own) and len(own) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # one warning is enough
         assert cuseq.enable(model) is enabled

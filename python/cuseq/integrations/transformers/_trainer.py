@@ -7,12 +7,20 @@ With `cp` the collator is replaced by a copy that deals rows to the ranks that s
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
-from transformers import DataCollatorWithFlattening, Trainer
+from torch import Tensor, nn
+from transformers import (
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from cuseq._base.arguments import check_flag, shown
 from cuseq.data.collator import PackingCollator
@@ -61,6 +69,29 @@ _PADDED = (
     "data_collator=cuseq.PackingCollator(), or call "
     "cuseq.enable(trainer, collator=cuseq.PackingCollator())"
 )
+
+
+class _EmbeddingsGatherNothingElse(TrainerCallback):
+    """Keeps FSDP2 from gathering weights after which no backward asks.
+
+    In the first backward after an evaluation, the unit that a forward ran first gathers the one
+    that the evaluation ran last. torch 2.11 does not wait for those weights: they may be written
+    over the ones that the next batch gathers (docs/many_gpus.md). accelerate makes the embeddings
+    that first unit; the backward ends with it, so it has nothing else to gather.
+    """
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        for module in () if fsdp is None else model.modules():
+            if isinstance(module, nn.Embedding) and isinstance(module, fsdp.FSDPModule):
+                module.set_modules_to_backward_prefetch([module])
 
 
 class _State(NamedTuple):
@@ -195,7 +226,8 @@ def disable_trainer(trainer: Trainer) -> None:
 
 
 def watch_batches(trainer: Trainer, collator: str | None = None) -> None:
-    """Make `include_num_input_tokens_seen="non_padding"` count the real tokens of packed rows.
+    """Make `include_num_input_tokens_seen="non_padding"` count the real tokens of packed rows, and
+    FSDP2 gather no more than it needs.
 
     A Trainer adds up the mask, which may number documents.
 
@@ -222,6 +254,7 @@ def watch_batches(trainer: Trainer, collator: str | None = None) -> None:
         count(itself, inputs)
 
     setattr(trainer, COUNT_TOKENS, counted)
+    trainer.add_callback(_EmbeddingsGatherNothingElse)
 
 
 def restore_methods(trainer: Trainer) -> None:
@@ -230,6 +263,7 @@ def restore_methods(trainer: Trainer) -> None:
     if training is not None:
         training.remove()
     delattr(trainer, COUNT_TOKENS)
+    trainer.remove_callback(_EmbeddingsGatherNothingElse)
     release_model_of_trainer(trainer)
     planned = planned_rows_of(trainer)
     if planned is not None:
