@@ -5,7 +5,8 @@ Two processes over gloo run the same code without GPUs, where FSDP2 needs a chan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from packaging.version import Version
 from tiers import full
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import cuseq
@@ -29,6 +30,8 @@ accelerate = pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from trainer_models import SAVING, SETTINGS, documents, small_model  # noqa: E402
+
+from cuseq.integrations.transformers import _trainer  # noqa: E402
 
 # `save_model` of older releases saves nothing of a sharded model.
 SAVES_SHARDED = Version(transformers.__version__) >= Version("5.17")
@@ -125,22 +128,31 @@ def options_of(kind: str) -> dict[str, Any]:
     return options
 
 
-def count_gathers(trainer: Any) -> list[int]:
-    """Return a list to which each backward of a trainer adds how often it gathered weights."""
+@contextmanager
+def counting_gathers() -> Iterator[list[None]]:
+    """Yield a list that gets longer with each gather of weights."""
     # torch 2.13 renamed the function.
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    gather, backward = getattr(dist, name), trainer.accelerator.backward
-    counts: list[int] = []
+    gather, begun = getattr(dist, name), []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        counts[-1] += 1
+        begun.append(None)
         return gather(*args, **kwargs)
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, name, counted)
+        yield begun
+
+
+def count_gathers(trainer: Any) -> list[int]:
+    """Return a list to which each backward of a trainer adds how often it gathered weights."""
+    backward = trainer.accelerator.backward
+    counts: list[int] = []
+
     def counting(*args: Any, **kwargs: Any) -> None:
-        counts.append(0)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, name, counted)
+        with counting_gathers() as begun:
             backward(*args, **kwargs)
+        counts.append(len(begun))
 
     trainer.accelerator.backward = counting
     return counts
@@ -218,8 +230,8 @@ def check(device: str, kind: str, alone: Alone, folder: Path) -> None:
     assert len(expected["logs"]["loss"]) == STEPS and len(expected["logs"]["eval_loss"]) >= 2
     for found in ranks:
         of_run = found["whole"]
-        # One after an evaluation that gathered more would not wait for it, and might find it in the
-        # weights of the next batch (PyTorch 2.11).
+        # A backward after an evaluation gathers no more than others: PyTorch 2.11 may write the
+        # surplus over the weights of the next batch.
         first, *others = found["gathers"]
         assert others == [first] * (2 * STEPS - 1) and (first > 0) == (kind != "ddp")
         for name, values in expected["logs"].items():
@@ -234,6 +246,60 @@ def check(device: str, kind: str, alone: Alone, folder: Path) -> None:
             first, again = found["resumed"]
             apart = {n: (again[n] - value).abs().max().item() for n, value in first.items()}
             assert not any(apart.values()), f"a resumed run is not bit-equal: {apart}"
+
+
+def gathers_of(rank: int, kind: str) -> tuple[list[str], list[int]]:
+    """Return the units that were told what to gather, and the gathers of three backwards of a model
+    that is sharded as accelerate does it. An evaluation comes before the second.
+    """
+    config = transformers.Qwen3Config
+    model = small_model(config, dtype=torch.float32, tie_word_embeddings=kind == "tied")
+    embeddings, tail = model.model.embed_tokens, [model.model.norm, model.lm_head]
+    embeddings.requires_grad_(kind != "frozen")
+    for layer in model.model.layers:
+        fully_shard(layer)
+    if kind == "tied":
+        tail.insert(1, embeddings)
+    else:
+        fully_shard(embeddings)
+    fully_shard(tail, reshard_after_forward=False)
+    fully_shard(model)
+    told: list[str] = []
+    names = {module: name for name, module in model.named_modules()}
+    tell = FSDPModule.set_modules_to_backward_prefetch
+
+    def telling(self: Any, modules: list[Any]) -> None:
+        assert modules == [self]
+        told.append(names[self])
+        tell(self, modules)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPModule, "set_modules_to_backward_prefetch", telling)
+        _trainer._GathersWhatIsNeeded().on_train_begin(None, None, None, model=model)
+    counts, ids = [], torch.arange(12).view(1, -1)
+    for step in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        with counting_gathers() as begun:
+            loss.backward()
+        counts.append(len(begun))
+        if step == 0:
+            with torch.no_grad():
+                model(input_ids=ids)
+    return told, counts
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "gathered"),
+    [
+        ("trained", ["model.embed_tokens"], 3),
+        ("frozen", ["model.embed_tokens", "model.layers.0"], 2),
+        ("tied", [], 2),
+    ],
+)
+def test_backwards_gather_what_they_need(kind, told, gathered):
+    """The two layers, and embeddings that are trained; the head is kept."""
+    for found in distributed.run(gathers_of, kind):
+        assert found == (told, [gathered] * 3)
 
 
 @pytest.mark.slow

@@ -7,8 +7,10 @@ With `cp` the collator is replaced by a copy that deals rows to the ranks that s
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,13 +73,15 @@ _PADDED = (
 )
 
 
-class _EmbeddingsGatherNothingElse(TrainerCallback):
-    """Keeps FSDP2 from gathering weights after which no backward asks.
+class _GathersWhatIsNeeded(TrainerCallback):
+    """Keep FSDP2 from gathering weights that no backward asks for.
 
-    In the first backward after an evaluation, the unit that a forward ran first gathers the one
-    that the evaluation ran last. torch 2.11 does not wait for those weights: they may be written
-    over the ones that the next batch gathers (docs/many_gpus.md). accelerate makes the embeddings
-    that first unit; the backward ends with it, so it has nothing else to gather.
+    A unit gathers, in its backward, the unit that the forwards ran before it. The first one of a
+    forward so gathers the last one of an evaluation, if that came before; and the first one after
+    frozen embeddings gathers these. PyTorch means to wait for such weights, but with torch 2.11
+    they may be written over those of the next batch (docs/many_gpus.md). So the first unit is told
+    to gather itself, which it has. Embeddings that are tied to the head are left alone: accelerate
+    keeps them gathered, with the head. `disable` leaves this as it is.
     """
 
     def on_train_begin(
@@ -89,9 +93,14 @@ class _EmbeddingsGatherNothingElse(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         fsdp = sys.modules.get("torch.distributed.fsdp")
-        for module in () if fsdp is None else model.modules():
-            if isinstance(module, nn.Embedding) and isinstance(module, fsdp.FSDPModule):
-                module.set_modules_to_backward_prefetch([module])
+        modules = () if fsdp is None else tuple(model.modules())
+        uses = Counter(id(p) for module in modules for p in module.parameters(recurse=False))
+        units = [module for module in modules if isinstance(module, fsdp.FSDPModule)]
+        for unit, following in itertools.pairwise((*units, None)):
+            if isinstance(unit, nn.Embedding) and uses[id(unit.weight)] == 1:
+                unit.set_modules_to_backward_prefetch([unit])
+                if following is not None and not unit.weight.requires_grad:
+                    following.set_modules_to_backward_prefetch([following])
 
 
 class _State(NamedTuple):
@@ -190,6 +199,7 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
         planned.install()
         replaced = (*replaced, f"planned_rows:{type(trainer).__name__}")
     watch_batches(trainer, unknown)
+    gather_what_is_needed(trainer)
     if training is not None:
         training.install()
         replaced = (*replaced, f"training_step:{type(trainer).__name__}")
@@ -226,8 +236,7 @@ def disable_trainer(trainer: Trainer) -> None:
 
 
 def watch_batches(trainer: Trainer, collator: str | None = None) -> None:
-    """Make `include_num_input_tokens_seen="non_padding"` count the real tokens of packed rows, and
-    FSDP2 gather no more than it needs.
+    """Make `include_num_input_tokens_seen="non_padding"` count the real tokens of packed rows.
 
     A Trainer adds up the mask, which may number documents.
 
@@ -254,7 +263,11 @@ def watch_batches(trainer: Trainer, collator: str | None = None) -> None:
         count(itself, inputs)
 
     setattr(trainer, COUNT_TOKENS, counted)
-    trainer.add_callback(_EmbeddingsGatherNothingElse)
+
+
+def gather_what_is_needed(trainer: Trainer) -> None:
+    """Keep FSDP2 from gathering weights that no backward asks for."""
+    trainer.add_callback(_GathersWhatIsNeeded)
 
 
 def restore_methods(trainer: Trainer) -> None:
@@ -263,7 +276,7 @@ def restore_methods(trainer: Trainer) -> None:
     if training is not None:
         training.remove()
     delattr(trainer, COUNT_TOKENS)
-    trainer.remove_callback(_EmbeddingsGatherNothingElse)
+    trainer.remove_callback(_GathersWhatIsNeeded)
     release_model_of_trainer(trainer)
     planned = planned_rows_of(trainer)
     if planned is not None:

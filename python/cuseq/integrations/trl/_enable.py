@@ -31,7 +31,11 @@ from cuseq.integrations.transformers._private import (
 from cuseq.integrations.transformers._shared_rows import SharedRows, check_shared_rows
 from cuseq.integrations.transformers._trainer import disable_trainer as disable_plain_trainer
 from cuseq.integrations.transformers._trainer import enable_trainer as enable_plain_trainer
-from cuseq.integrations.transformers._trainer import restore_methods, watch_batches
+from cuseq.integrations.transformers._trainer import (
+    gather_what_is_needed,
+    restore_methods,
+    watch_batches,
+)
 from cuseq.integrations.transformers.names import DOCUMENTS
 from cuseq.integrations.trl._graphed import FixedCollator, GraphedSFT
 from cuseq.integrations.trl._padded import (
@@ -138,6 +142,7 @@ def enable_trainer(trainer: SFTTrainer, **options: Unpack[TrainerOptions]) -> En
     _put(trainer, PackedCollator(**fields, cp=cp), rows)
     _keep_packed_rows(trainer)
     watch_batches(trainer)
+    gather_what_is_needed(trainer)
     if cp is not None:
         SharedRows(trainer, cp).install()
         replaced = (*replaced, f"context_parallel:{name}")

@@ -66,7 +66,7 @@ class _Group(NamedTuple):
         return chunks.split([count * heads for count in self.counts])
 
     def lasting_steps(self, chunks: Tensor) -> tuple[Tensor, ...]:
-        """Return the chunks of each step but the last whose document goes on."""
+        """Return, for each step but the last, the chunks whose document goes on."""
         heads = chunks.shape[0] // sum(self.counts)
         pairs = itertools.pairwise((*self.counts, 0))
         sizes = [n * heads for count, further in pairs for n in (further, count - further)]
@@ -242,8 +242,8 @@ class _Computed(NamedTuple):
         states = new.new_empty(new.shape[0], reads.shape[2], new.shape[2])
         of_step = [*map(group.steps, (states, reads, new))]
         goes_on = [*map(group.lasting_steps, (states, terms.decay, writes.mT, new))]
-        state, *later = of_step[0]
-        state.zero_()
+        first, *later = of_step[0]
+        first.zero_()
         for step, (state, read, value) in enumerate(zip(*of_step, strict=True)):
             value.baddbmm_(read, state, alpha=-1)
             if step < len(later):
@@ -289,11 +289,11 @@ def _gradients(
     later = of_step[0][1:]
     for step in reversed(range(len(group.counts))):
         if step < len(later):
-            before, decay_of_step, write, written = (one[step] for one in goes_on)
-            written.baddbmm_(write, later[step])
-            before.addcmul_(later[step], decay_of_step)
-        state, read, value = (one[step] for one in of_step)
-        state.baddbmm_(read, value, alpha=-1)
+            before_grad, kept, write, written_grad = (one[step] for one in goes_on)
+            written_grad.baddbmm_(write, later[step])
+            before_grad.addcmul_(later[step], kept)
+        step_grad, read, value_grad = (one[step] for one in of_step)
+        step_grad.baddbmm_(read, value_grad, alpha=-1)
     # Of all steps at once: a GPU waits for the host to launch the kernels of each.
     followed = group.counts[0] * heads
     written = _by_chunk(new, heads).index_select(0, group.lasting).flatten(0, 1)
@@ -304,7 +304,7 @@ def _gradients(
     _by_chunk(decayed_grad, heads)[:, :, -1].index_copy_(0, group.lasting, carried_grad)
     decayed_grad[:, -1] *= terms.kept[:, -1]
 
-    # Queries, keys and values.
+    # Queries, keys and values. `less_` is the negative of a gradient.
     pairs_grad = out_grad @ new.mT
     of_pairs = scores.mul_(pairs_grad)  # the terms of c with other tokens
     pairs_grad *= terms.pairs
@@ -312,13 +312,13 @@ def _gradients(
     reads_grad = out_grad @ states.mT
     q_grad.addcmul_(reads_grad, terms.kept.unsqueeze(2))
     k_grad = pairs_grad.mT @ terms.q
-    less_reads_grad = new_grad @ states.mT
-    less_keys_grad = less_reads_grad @ terms.k.mT
-    k_grad.baddbmm_(of_keys.mT, less_reads_grad, alpha=-1)
+    less_key_reads_grad = new_grad @ states.mT
+    less_of_keys_grad = less_key_reads_grad @ terms.k.mT
+    k_grad.baddbmm_(of_keys.mT, less_key_reads_grad, alpha=-1)
     k_grad.addcmul_(writes_grad, terms.key_out.unsqueeze(2))
     v_grad = of_values.mT @ new_grad
     mixing_grad = new_grad @ terms.v.mT
-    mixing_grad.addcmul_(less_keys_grad, terms.kept.unsqueeze(1), value=-1)
+    mixing_grad.addcmul_(less_of_keys_grad, terms.kept.unsqueeze(1), value=-1)
     beta_grad = (mixing_grad * inverse).sum(1)
     mixing_grad *= terms.beta.unsqueeze(1)
     less_system_grad = (inverse.mT @ mixing_grad @ inverse.mT).tril_(-1).mul_(terms.pairs)
@@ -327,23 +327,28 @@ def _gradients(
     less_system_grad *= terms.beta.unsqueeze(2)
     k_grad.baddbmm_(less_system_grad + less_system_grad.mT, terms.k, alpha=-1)
 
-    # A decay g_t counts in the terms of c of every token from t on with an earlier one, or with the
-    # state before the chunk. So what tokens do to themselves, which may be larger than all else, is
-    # never added and taken off again. Writes to the state are read at the chunk's last token.
+    # A decay g_t counts in the terms of c between a token from t on and one before t, and in those
+    # between a token from t on and the state before the chunk. So what tokens do to themselves,
+    # which may be larger than all else, is never added and taken off again. Writes to the state are
+    # read at the chunk's last token.
     of_pairs[:, -1] += (writes_grad * writes).sum(2)
     of_pairs.addcmul_(less_by_system, terms.beta.unsqueeze(2), value=-1)
     decayed_grad += (reads_grad * reads).sum(2)
-    decayed_grad -= (less_keys_grad * of_keys).sum(1)
-    earlier = torch.ones_like(of_pairs[0]).triu_(1)
+    decayed_grad -= (less_of_keys_grad * of_keys).sum(1)
+    earlier = torch.ones_like(of_pairs[0]).triu_(1)  # [j, t], j < t
     g_grad = (of_pairs @ earlier).add_(decayed_grad.unsqueeze(2)).tril_().sum(1)
     return q_grad, k_grad, v_grad, g_grad, beta_grad
 
 
 def _take_out_lengths(terms: _Terms, q_grad: Tensor, k_grad: Tensor) -> None:
-    """Take the part out of gradients by which scaled queries and keys would grow: they cannot."""
-    for x, grad, square in ((terms.q, q_grad, terms.q.shape[2]), (terms.k, k_grad, 1)):
+    """Make gradients of scaled queries and keys those of what `_write_slots` is to scale.
+
+    With q' = s q / (|q|^2 + eps)^(1/2), the gradient of q is s / (|q|^2 + eps)^(1/2) times
+    g - q' (q' g) / s^2; s^2 is 1 / key_dim for queries, and 1 for keys.
+    """
+    for x, grad, over_square in ((terms.q, q_grad, terms.q.shape[2]), (terms.k, k_grad, 1)):
         along = (grad * x).sum(2, keepdim=True)
-        grad.addcmul_(x, along, value=-square)
+        grad.addcmul_(x, along, value=-over_square)
 
 
 @dataclass(frozen=True)
@@ -417,7 +422,10 @@ class _Terms:
 
 
 def _scales_of(query: Tensor, key: Tensor, normalise: bool) -> tuple[Tensor, Tensor]:
-    """Return the factors `[slots, heads or a part of them]` of slots of queries and keys."""
+    """Return the factors `[slots, heads or a part of them]` of slots of queries and keys.
+
+    One over their lengths, or 1; for queries also times `key_dim ** -0.5`.
+    """
     found = []
     for one in (query, key):
         dtype = torch.promote_types(one.dtype, torch.float32)
@@ -454,7 +462,8 @@ def _by_chunk(chunks: Tensor, heads: int) -> Tensor:
 def _write_slots(chunks: Tensor, heads: int, slots: Tensor, scale: Tensor | None = None) -> None:
     """Write `[chunks * heads, 64, ...]` to slots `[chunks * 64, heads or a part of them, ...]`.
 
-    Undoes `_by_heads`: heads that were repeated from one are summed.
+    The backward of `_by_heads`: heads that were repeated from one are summed, and multiplied by
+    `scale`.
     """
     by_head, parts = _by_chunk(chunks, heads), slots.shape[1]
     if parts != heads:
