@@ -248,17 +248,23 @@ def check(device: str, kind: str, alone: Alone, folder: Path) -> None:
             assert not any(apart.values()), f"a resumed run is not bit-equal: {apart}"
 
 
-def gathers_of(rank: int, kind: str) -> tuple[list[str], list[int]]:
-    """Return the units that were told what to gather, and the gathers of three backwards of a model
-    that is sharded as accelerate does it. An evaluation comes before the second.
+def gathers_of(rank: int, kind: str, device: str) -> tuple[list[str], list[int], list[bool]]:
+    """Return the units that were told what to gather, the gathers of three backwards of a model
+    that is sharded as accelerate does it, and whether forwards had the embeddings that they should.
+    An evaluation comes before the second backward.
     """
     config = transformers.Qwen3Config
-    model = small_model(config, dtype=torch.float32, tie_word_embeddings=kind == "tied")
+    tied = kind == "tied"
+    model = small_model(config, dtype=torch.float64, tie_word_embeddings=tied).to(device)
     embeddings, tail = model.model.embed_tokens, [model.model.norm, model.lm_head]
     embeddings.requires_grad_(kind != "frozen")
+    weight = embeddings.weight.detach().clone()
+    seen: list[Tensor] = []
+    # Before FSDP2's own hook, which frees what was gathered.
+    embeddings.register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone()))
     for layer in model.model.layers:
         fully_shard(layer)
-    if kind == "tied":
+    if tied:
         tail.insert(1, embeddings)
     else:
         fully_shard(embeddings)
@@ -276,18 +282,22 @@ def gathers_of(rank: int, kind: str) -> tuple[list[str], list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FSDPModule, "set_modules_to_backward_prefetch", telling)
         _trainer._GathersWhatIsNeeded().on_train_begin(None, None, None, model=model)
-    counts, ids = [], torch.arange(12).view(1, -1)
+    counts, ids = [], torch.arange(12, device=device).view(1, -1)
     for step in range(3):
+        # A batch of an accumulation: gradients are neither averaged nor waited for.
+        model.set_requires_gradient_sync(step == 0)
         loss = model(input_ids=ids, labels=ids).loss
         with counting_gathers() as begun:
             loss.backward()
         counts.append(len(begun))
         if step == 0:
             with torch.no_grad():
-                model(input_ids=ids)
-    return told, counts
+                for _ in range(5):
+                    model(input_ids=ids, labels=ids)
+    return told, counts, [torch.equal(one, weight) for one in seen]
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize(
     ("kind", "told", "gathered"),
     [
@@ -296,10 +306,13 @@ def gathers_of(rank: int, kind: str) -> tuple[list[str], list[int]]:
         ("tied", [], 2),
     ],
 )
-def test_backwards_gather_what_they_need(kind, told, gathered):
+def test_backwards_gather_what_they_need(kind, told, gathered, backend, request):
     """The two layers, and embeddings that are trained; the head is kept."""
-    for found in distributed.run(gathers_of, kind):
-        assert found == (told, [gathered] * 3)
+    if backend == "nccl":
+        request.getfixturevalue("second_gpu")
+    device = "cuda" if backend == "nccl" else "cpu"
+    for found in distributed.run(gathers_of, kind, device, backend=backend):
+        assert found == (told, [gathered] * 3, [True] * 8)
 
 
 @pytest.mark.slow
