@@ -509,9 +509,10 @@ def test_layers_that_mix_neighbours_are_named(device, monkeypatch):
     with pytest.warns(UserWarning, match="LEAKS: layers of type linear_attention.*padded") as given:
         enabled = cuseq.enable(model.to(device))
     assert any("layers of type linear_attention" in reason for reason in enabled.left_alone)
-    # Not those of packages, which "auto" imports where there is a GPU for them.
-    own = [warning for warning in given if warning.filename == __file__]
-    assert enabled.warnings == tuple(str(warning.message) for warning in own) and len(own) == 1
+    # FlashAttention 4, which "auto" imports on a GPU that it runs on, makes cutlass warn.
+    own = [warning for warning in given if not str(warning.message).startswith("cutlass.")]
+    assert enabled.warnings == (str(own[0].message),) and len(own) == 1
+    assert own[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # one warning is enough
         assert cuseq.enable(model) is enabled
