@@ -37,6 +37,12 @@ def eps_of(norm: nn.Module) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
+def gathered_by_fsdp2(module: nn.Module) -> bool:
+    """Return whether FSDP2 gathers parameters of a module, without importing its package."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
 def rotations_of(config: Any) -> list[dict[str, Any]]:
     """Return the parameters of a config's rotation, and those of each type of layer."""
     given = getattr(config, "rope_parameters", None) or {}

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from cuseq import _C
 from cuseq._base.arguments import as_float, as_int, shown
+from cuseq._base.models import gathered_by_fsdp2
 from cuseq.graphs.batch import StaticBatch
 from cuseq.graphs.ranks import LastBackward, Ranks, check_groups_of_rows, group_of_ranks
 
@@ -142,7 +143,7 @@ class GraphedStep:
         self._are_sharded = _are_sharded(optimizer)
         modules = () if model is None else model.modules()
         # A forward elsewhere may leave them gathered, with the weights of then.
-        self._gathering: list[Any] = [one for one in modules if _gathers(one)]
+        self._gathering: list[Any] = [one for one in modules if gathered_by_fsdp2(one)]
         if self._are_sharded and model is not None and not self._gathering:
             raise ValueError(
                 "model must be sharded by FSDP2 (fully_shard), or have no DTensor, got "
@@ -581,12 +582,6 @@ def _are_sharded(optimizer: Optimizer) -> bool:
             f"{sum(found)} of {len(found)} sharded"
         )
     return any(found)
-
-
-def _gathers(module: nn.Module) -> bool:
-    """Return whether FSDP2 gathers parameters of a module."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _obstacle(optimizer: Optimizer, device: torch.device, model: nn.Module | None) -> str | None:

@@ -253,9 +253,10 @@ def gathers_of(rank: int, kind: str, device: str) -> tuple[list[str], list[int],
     that is sharded as accelerate does it, and whether forwards had the embeddings that they should.
     An evaluation comes before the second backward.
     """
-    config = transformers.Qwen3Config
     tied = kind == "tied"
-    model = small_model(config, dtype=torch.float64, tie_word_embeddings=tied).to(device)
+    model = small_model(transformers.Qwen3Config, dtype=torch.float64, tie_word_embeddings=tied).to(
+        device
+    )
     embeddings, tail = model.model.embed_tokens, [model.model.norm, model.lm_head]
     embeddings.requires_grad_(kind != "frozen")
     weight = embeddings.weight.detach().clone()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -25,6 +24,7 @@ from transformers import (
 )
 
 from cuseq._base.arguments import check_flag, shown
+from cuseq._base.models import gathered_by_fsdp2
 from cuseq.data.collator import PackingCollator
 from cuseq.data.multimodal import MultimodalPackingCollator
 from cuseq.distributed import ContextParallel
@@ -92,10 +92,9 @@ class _GathersWhatIsNeeded(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        modules = () if fsdp is None else tuple(model.modules())
+        modules = list(model.modules())
         uses = Counter(id(p) for module in modules for p in module.parameters(recurse=False))
-        units = [module for module in modules if isinstance(module, fsdp.FSDPModule)]
+        units: list[Any] = [module for module in modules if gathered_by_fsdp2(module)]
         for unit, following in itertools.pairwise((*units, None)):
             if isinstance(unit, nn.Embedding) and uses[id(unit.weight)] == 1:
                 unit.set_modules_to_backward_prefetch([unit])
