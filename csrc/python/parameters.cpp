@@ -37,7 +37,10 @@ const at::Tensor& unpacked(py::handle parameter) { return THPVariable_Unpack(par
 // Where the values of a parameter are: a DTensor has none itself, but its part on this rank.
 const void* place_of(py::handle parameter) {
   constexpr const char* kLocal = "_local_tensor";
-  if (!py::hasattr(parameter, kLocal)) return unpacked(parameter).const_data_ptr();
+  // Most are of class Parameter; an attribute that is not there costs an exception.
+  if (THPVariable_CheckTypeExact(Py_TYPE(parameter.ptr())) || !py::hasattr(parameter, kLocal)) {
+    return unpacked(parameter).const_data_ptr();
+  }
   const py::object local = parameter.attr(kLocal);
   return unpacked(local).const_data_ptr();
 }
