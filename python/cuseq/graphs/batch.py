@@ -116,6 +116,14 @@ class StaticBatch:
         for packed in self._layouts():
             packed.stop_replays()
 
+    def refill_block_masks(self) -> None:
+        """Write what was loaded into the masks of flex attention that the layouts hold.
+
+        Part of the step: in a graph it costs the host nothing.
+        """
+        for packed in self._layouts():
+            packed.refill_block_masks()
+
     def needed_rooms(self, leaves: Sequence[Any] | None = None) -> list[int]:
         """Return what a graph needs room for in each layout, the sequences of each among it.
 

@@ -319,6 +319,8 @@ class GraphedStep:
 
     def _run(self) -> Tensor:
         """Run the step over the static batches; gradients must be None before."""
+        for batch in self._batches:
+            batch.refill_block_masks()
         if self._ranks is None:
             loss = self._make_gradients(nullcontext)
             self._update()

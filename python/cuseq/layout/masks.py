@@ -137,13 +137,12 @@ def _uncached(packed: PackedLayout, facts: _Facts, causal: bool) -> BlockMask:
     return _row_mask(facts, causal, _SIZES)
 
 
-def refill_block_masks(packed: PackedLayout, held: dict[tuple[bool, int | None], Any]) -> None:
-    """Write a layout's new rows into masks that it held, whose tensors CUDA graphs may read."""
-    for (causal, window), mask in held.items():
+def refill_block_masks(packed: PackedLayout) -> None:
+    """Write a layout's row into the masks that it holds, whose tensors CUDA graphs may read."""
+    for (causal, window), mask in packed._derived.block_masks.items():
         fresh = _uncached(packed, _facts(packed, causal, window, None, None), causal)
         for old, new in zip(_tensors_of(mask), _tensors_of(fresh), strict=True):
             old.copy_(new)
-        packed._derived.block_masks[causal, window] = mask
 
 
 def _tensors_of(mask: BlockMask) -> list[Tensor]:

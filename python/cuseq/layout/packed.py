@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -858,6 +858,15 @@ class PackedLayout:
             hosts = " or on the host" if self.device.type == "cuda" else ""
             raise ValueError(f"other must be on {self.device}{hosts}, got one on {other.device}")
         records.check_like(self._records, other._records)
+        self._load(other)
+        self._refill_block_masks()
+        return self
+
+    def _load(self, other: PackedLayout) -> None:
+        """Describe the row of another layout of the same form and on the right device.
+
+        Masks of flex attention are kept for `_refill_block_masks`.
+        """
         for layout in (self, other):
             layout._wait_for_all()
         with outside_inference_mode():
@@ -869,7 +878,6 @@ class PackedLayout:
             whole._chunked = {n: made for n, made in whole._chunked.items() if made is not self}
         with outside_inference_mode():
             self._copy_from(other)
-        return self
 
     def _check_rows_like(self, other: PackedLayout) -> None:
         """Raise ValueError unless rows of padded batches that were made here fit those of other."""
@@ -904,9 +912,21 @@ class PackedLayout:
             self._keep_tokens(before.tokens)
         if before.seq_idx is not None:
             self._keep_seq_idx(before.seq_idx.copy_(self._compute_seq_idx()))
-        masks.refill_block_masks(self, before.block_masks)
+        self._derived.block_masks = before.block_masks
         for chunk_size, made in self._chunked.items():
             made._copy_from(other.chunked(chunk_size))
+
+    def _refill_block_masks(self) -> None:
+        """Write the row into the masks of flex attention, which graphs read."""
+        with outside_inference_mode():
+            for layout in self._with_those_it_made():
+                masks.refill_block_masks(layout)
+
+    def _with_those_it_made(self) -> Iterator[PackedLayout]:
+        yield self
+        for made in (self._segments, *self._chunked.values()):
+            if made is not None:
+                yield from made._with_those_it_made()
 
     def pin_memory(self, device: Any = None) -> PackedLayout:
         """Return this layout in pinned memory, for DataLoader; on a GPU, return itself."""

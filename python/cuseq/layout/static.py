@@ -67,12 +67,14 @@ class StaticLayout(PackedLayout):
         return made
 
     def load(self, packed: PackedLayout) -> None:
-        """Describe another row of the same form, by asynchronous copies on a GPU.
-
-        Raises:
-            ValueError: `packed` has another form; nothing has been written.
+        """Describe another row, by asynchronous copies on a GPU, but for the masks of flex
+        attention, which `refill_block_masks` writes; `check_form` came before.
         """
-        self.copy_(packed if packed.device.type == "cpu" else packed.to(self.device))
+        self._load(packed if packed.device.type == "cpu" else packed.to(self.device))
+
+    def refill_block_masks(self) -> None:
+        """Write what was loaded into the masks that graphs read; a graph may have this in it."""
+        self._refill_block_masks()
 
     def check_form(self, packed: PackedLayout) -> None:
         """Raise ValueError unless `load(packed)` is possible."""

@@ -90,6 +90,10 @@ class StaticVisionLayout(VisionLayout):
             mine, other = getattr(self, name), getattr(layout, name)
             if mine != other:
                 raise ValueError(f"other must have the same {name}: {mine}, got {other}")
+        for name in ("images", "windows"):
+            mine, other = getattr(self, name), getattr(layout, name)
+            if mine is not None:
+                mine.check_form(other)
         if self._text_tokens is not None:
             _check_tokens(layout, self._text_tokens)
 

@@ -33,6 +33,7 @@ from torch.nn.attention.flex_attention import (
 
 import cuseq
 from cuseq import PackedLayout
+from cuseq.layout import StaticLayout
 
 ops = torch.ops.cuseq
 
@@ -644,6 +645,41 @@ def test_a_graph_replays_with_a_mask_that_is_held(before, cuda, fresh_compiler):
         graph.replay()
         expected = compiled(PackedLayout.from_lengths(lengths, 256, device=cuda), query, {})
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("kind", "options"), HELD, ids=str)
+def test_a_graph_writes_what_was_loaded_into_masks(kind, options, cuda, fresh_compiler):
+    """A step has this at its beginning, where it costs the host nothing."""
+    compiled = torch.compile(attend_by_flex, fullgraph=True, dynamic=False)
+    static = StaticLayout.like(make_rows(kind, [100, 50, 60], cuda), cuda)
+    query = torch.randn(1, 2, 256, 16, device=cuda)
+    static.block_mask(hold=True, **options)
+    compiled(static, query, options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static.refill_block_masks()
+        found = compiled(static, query, options)
+    for lengths in ([100, 50, 60], [90, 10, 110], [40, 70, 30]):
+        other = make_rows(kind, lengths, torch.device("cpu"))
+        static.load(other.pin_memory())
+        graph.replay()
+        expected = attend_by_flex(make_rows(kind, lengths, cuda), query, options)
+        torch.testing.assert_close(found, expected)
+
+
+def test_masks_of_a_static_layout_wait_for_the_step():
+    first, second = (PackedLayout.from_lengths(n, 256, max_seqs=4) for n in ([100, 50], [7, 90]))
+    static = StaticLayout.like(first, torch.device("cpu"))
+    held = [static.block_mask(hold=True), static.chunked(32).block_mask(hold=True)]
+    static.load(second)
+    static.refill_block_masks()
+    expected = [second.block_mask(), second.chunked(32).block_mask()]
+    assert [static.block_mask(hold=True), static.chunked(32).block_mask(hold=True)] == held
+    for mine, fresh in zip(held, expected, strict=True):
+        parts = [
+            [one for one in mask.as_tuple() if isinstance(one, Tensor)] for mask in (mine, fresh)
+        ]
+        assert all(map(torch.equal, *parts))
 
 
 def test_a_mask_held_in_inference_trains(device, fresh_compiler):
