@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal
@@ -32,9 +33,9 @@ class GraphedStep:
     Everything stays usable between calls: evaluation, saving, `state_dict` and `load_state_dict`
     of model and optimizer, the scheduler, `optimizer.param_groups`. After a change that the graph
     cannot follow (loaded optimizer state, another weight decay, parameters that moved, froze or
-    were replaced) the next call captures anew. So does a row with more sequences than the graph
-    attends over: the most of any row so far, rounded up to a power of two. Modes of modules
-    (`train`, `eval`) are those of the capture.
+    were replaced) the next call captures anew, and a warning says so. So does a row with more
+    sequences than the graph attends over: the most of any row so far, rounded up to a power of two.
+    Modes of modules (`train`, `eval`) are those of the capture.
 
     On several ranks, each with the whole model, gradients are averaged over `group` as
     DistributedDataParallel does, inside the graph and while the backward runs. The gradients of
@@ -363,6 +364,14 @@ class GraphedStep:
             for batch in self._batches:
                 batch.fit(self._rooms)
         if stale or self._graph is None or not self._graph.has_room(self._rooms):
+            if self._graph is not None:
+                changed = "the optimizer's options, state or parameters changed"
+                fuller = "a row has more sequences, or a plan more parts, than those before"
+                warnings.warn(
+                    "GraphedStep captures anew, which takes longer than a step: "
+                    f"{changed if stale else fuller}",
+                    stacklevel=3,
+                )
             self._graph = None
             self._capture()
         if self._graph is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -670,9 +671,14 @@ def stood_in(rank: int, failing: bool) -> dict[str, Any]:
     first = make_batch([64], max_seqs=40)
     step = GraphedStep(make_loss(model), make_optimizer(model), first, warmup=1)
     rows = [[64], [64], [32, 32], [1] * 20, [64]] if rank == 1 else [[64]] * 5
-    for lengths in rows:
-        step(make_batch(lengths, max_seqs=40))
+    warned = []
+    for number, lengths in enumerate(rows):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            step(make_batch(lengths, max_seqs=40))
+        warned += [(number, str(one.message)) for one in found if "GraphedStep" in str(one.message)]
     return {
+        "warned": warned,
         "captures": captures,
         "captured": step.captured,
         "reason": step.reason,
@@ -683,6 +689,9 @@ def stood_in(rank: int, failing: bool) -> dict[str, Any]:
 def test_all_ranks_capture_anew_for_a_row_of_one():
     first, second = distributed.run(stood_in, False)
     assert first["captures"] == second["captures"] == [[8], [32]]
+    assert first["warned"] == second["warned"]
+    ((number, message),) = first["warned"]
+    assert number == 3 and "captures anew" in message and "a row has more sequences" in message
     assert first["captured"] and second["captured"]
     assert all(map(torch.equal, first["parameters"], second["parameters"]))
 
