@@ -307,10 +307,12 @@ def gathers_of(rank: int, kind: str, device: str) -> tuple[list[str], list[int],
         ("tied", [], 2),
     ],
 )
-def test_backwards_gather_what_they_need(kind, told, gathered, backend, request):
+def test_backwards_gather_what_they_need(kind, told, gathered, backend, request, monkeypatch):
     """The two layers, and embeddings that are trained; the head is kept."""
     if backend == "nccl":
         request.getfixturevalue("second_gpu")
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # FSDP2 shards over the GPUs that it sees
     device = "cuda" if backend == "nccl" else "cpu"
     for found in distributed.run(gathers_of, kind, device, backend=backend):
         assert found == (told, [gathered] * 3, [True] * 8)
