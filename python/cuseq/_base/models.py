@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +43,27 @@ def gathered_by_fsdp2(module: nn.Module) -> bool:
     """Return whether FSDP2 gathers parameters of a module, without importing its package."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def gather_what_is_needed(model: nn.Module) -> None:
+    """Keep FSDP2 from gathering weights that no backward asks for.
+
+    A unit gathers, in its backward, the unit that the forwards ran before it. The first one of a
+    forward so gathers the last one of an evaluation, if that came before; and the first one after
+    frozen embeddings gathers these. PyTorch means to wait for such weights, but with torch 2.11
+    they may be written over those of the next batch (docs/many_gpus.md). So the first unit is told
+    to gather itself, which it has. Embeddings that are tied to the head are left alone: accelerate
+    keeps them gathered, with the head.
+    """
+    modules = list(model.modules())
+    uses = Counter(id(p) for module in modules for p in module.parameters(recurse=False))
+    units: list[Any] = [module for module in modules if gathered_by_fsdp2(module)]
+    for unit, following in itertools.pairwise((*units, None)):
+        is_apart = isinstance(unit, nn.Embedding) and uses[id(unit.weight)] == 1
+        if is_apart:
+            unit.set_modules_to_backward_prefetch([unit])
+            if following is not None and not unit.weight.requires_grad:
+                following.set_modules_to_backward_prefetch([following])
 
 
 def rotations_of(config: Any) -> list[dict[str, Any]]:

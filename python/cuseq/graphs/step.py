@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from cuseq import _C
 from cuseq._base.arguments import as_float, as_int, shown
-from cuseq._base.models import gathered_by_fsdp2
+from cuseq._base.models import gather_what_is_needed, gathered_by_fsdp2
 from cuseq.graphs.batch import StaticBatch
 from cuseq.graphs.ranks import LastBackward, Ranks, check_groups_of_rows, group_of_ranks
 
@@ -150,6 +150,8 @@ class GraphedStep:
                 "model must be sharded by FSDP2 (fully_shard), or have no DTensor, got "
                 f"{type(model).__name__} without it"
             )
+        if model is not None and self._gathering:
+            gather_what_is_needed(model)
         together = group_of_ranks(group)
         groups_of_rows = self._batches[0].groups()
         check_groups_of_rows(groups_of_rows, together)

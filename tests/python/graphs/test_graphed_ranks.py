@@ -26,7 +26,7 @@ from test_graphed_step import (
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from cuseq import _C, GraphedStep, PackedLayout
@@ -852,6 +852,32 @@ def test_captured_sharded_ranks(reshard, accumulation, in_bf16, second_gpu):
     check_sharded(found, 2e-2 if in_bf16 else 1e-3)
     for one in found:
         assert one["captured"], one["reason"]
+
+
+def told_to_gather(rank: int, frozen: bool) -> list[tuple[str, list[str]]]:
+    """Return which units a GraphedStep tells what their backward gathers."""
+    model = made()
+    model.embedding.requires_grad_(not frozen)
+    for part in (model.embedding, model.qkv, model.head, model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (RANKS,)))
+    names = {module: name for name, module in model.named_modules()}
+    told = []
+
+    def telling(self: Any, modules: list[Any]) -> None:
+        told.append((names[self], [names[module] for module in modules]))
+
+    trained = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPModule, "set_modules_to_backward_prefetch", telling)
+        GraphedStep(make_loss(model), trained, BATCHES[0], model=model)
+    return told
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_shards_are_gathered_where_a_backward_needs_them(frozen):
+    """What else a backward would gather may overwrite weights (docs/many_gpus.md)."""
+    told = [("embedding", ["embedding"]), *([("qkv", ["qkv"])] if frozen else [])]
+    assert distributed.run(told_to_gather, frozen) == [told] * RANKS
 
 
 def moved_shards(rank: int) -> dict[str, Any]:

@@ -7,13 +7,11 @@ With `cp` the collator is replaced by a copy that deals rows to the ranks that s
 from __future__ import annotations
 
 import inspect
-import itertools
 import weakref
-from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     DataCollatorWithFlattening,
     Trainer,
@@ -24,7 +22,7 @@ from transformers import (
 )
 
 from cuseq._base.arguments import check_flag, shown
-from cuseq._base.models import gathered_by_fsdp2
+from cuseq._base.models import gather_what_is_needed
 from cuseq.data.collator import PackingCollator
 from cuseq.data.multimodal import MultimodalPackingCollator
 from cuseq.distributed import ContextParallel
@@ -74,14 +72,8 @@ _PADDED = (
 
 
 class _GathersWhatIsNeeded(TrainerCallback):
-    """Keep FSDP2 from gathering weights that no backward asks for.
-
-    A unit gathers, in its backward, the unit that the forwards ran before it. The first one of a
-    forward so gathers the last one of an evaluation, if that came before; and the first one after
-    frozen embeddings gathers these. PyTorch means to wait for such weights, but with torch 2.11
-    they may be written over those of the next batch (docs/many_gpus.md). So the first unit is told
-    to gather itself, which it has. Embeddings that are tied to the head are left alone: accelerate
-    keeps them gathered, with the head. `disable` leaves this as it is.
+    """Calls `gather_what_is_needed` once the trainer has sharded its model. `disable` leaves what
+    that did as it is.
     """
 
     def on_train_begin(
@@ -92,14 +84,7 @@ class _GathersWhatIsNeeded(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        modules = list(model.modules())
-        uses = Counter(id(p) for module in modules for p in module.parameters(recurse=False))
-        units: list[Any] = [module for module in modules if gathered_by_fsdp2(module)]
-        for unit, following in itertools.pairwise((*units, None)):
-            if isinstance(unit, nn.Embedding) and uses[id(unit.weight)] == 1:
-                unit.set_modules_to_backward_prefetch([unit])
-                if following is not None and not unit.weight.requires_grad:
-                    following.set_modules_to_backward_prefetch([following])
+        gather_what_is_needed(model)
 
 
 class _State(NamedTuple):
@@ -198,7 +183,7 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
         planned.install()
         replaced = (*replaced, f"planned_rows:{type(trainer).__name__}")
     watch_batches(trainer, unknown)
-    gather_what_is_needed(trainer)
+    watch_shards(trainer)
     if training is not None:
         training.install()
         replaced = (*replaced, f"training_step:{type(trainer).__name__}")
@@ -264,8 +249,8 @@ def watch_batches(trainer: Trainer, collator: str | None = None) -> None:
     setattr(trainer, COUNT_TOKENS, counted)
 
 
-def gather_what_is_needed(trainer: Trainer) -> None:
-    """Keep FSDP2 from gathering weights that no backward asks for."""
+def watch_shards(trainer: Trainer) -> None:
+    """Keep FSDP2 from gathering weights that no backward asks for, when training begins."""
     trainer.add_callback(_GathersWhatIsNeeded)
 
 

@@ -32,9 +32,9 @@ from cuseq.integrations.transformers._shared_rows import SharedRows, check_share
 from cuseq.integrations.transformers._trainer import disable_trainer as disable_plain_trainer
 from cuseq.integrations.transformers._trainer import enable_trainer as enable_plain_trainer
 from cuseq.integrations.transformers._trainer import (
-    gather_what_is_needed,
     restore_methods,
     watch_batches,
+    watch_shards,
 )
 from cuseq.integrations.transformers.names import DOCUMENTS
 from cuseq.integrations.trl._graphed import FixedCollator, GraphedSFT
@@ -142,7 +142,7 @@ def enable_trainer(trainer: SFTTrainer, **options: Unpack[TrainerOptions]) -> En
     _put(trainer, PackedCollator(**fields, cp=cp), rows)
     _keep_packed_rows(trainer)
     watch_batches(trainer)
-    gather_what_is_needed(trainer)
+    watch_shards(trainer)
     if cp is not None:
         SharedRows(trainer, cp).install()
         replaced = (*replaced, f"context_parallel:{name}")
