@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from cuseq._base.arguments import check_tensor, shown
 from cuseq.data._lengths import is_array
-from cuseq.layout import PackedLayout, StaticLayout, needed_room
+from cuseq.layout import OtherSize, PackedLayout, StaticLayout, needed_room
 from cuseq.vision import VisionLayout
 from cuseq.vision.static import StaticVisionLayout
 
@@ -89,6 +89,7 @@ class StaticBatch:
     """
 
     def __init__(self, example: object, device: torch.device, name: str):
+        self._device = device
         leaves, self._structure = _leaves(example)
         self._places = [place for place, _ in leaves]
         self._leaves: list[Any] = []
@@ -172,7 +173,8 @@ class StaticBatch:
         """Return the leaves of a batch; raise ValueError unless it has the form of the example.
 
         A tensor must have the example's shape and dtype, a layout its `total_tokens`, `max_seqs`
-        and kind; any other value must be equal to the example's.
+        and kind; any other value must be equal to the example's. It is an OtherSize if everything
+        is right but for sizes.
         """
         leaves, structure = pytree.tree_flatten(_in_order(batch))
         if structure != self._structure:
@@ -181,22 +183,35 @@ class StaticBatch:
                 f"{name} must have the structure of example_batch, {_listed(self._places)}, got "
                 f"{_listed(given)}"
             )
+        of_other_size: OtherSize | None = None
         for static, place, leaf in zip(self._leaves, self._places, leaves, strict=True):
             leaf_name = name + place
             if type(leaf) is not type(static) and not isinstance(static, _STATIC):
                 raise ValueError(
                     f"{leaf_name} must be {static!r} as in example_batch, got {shown(leaf)}"
                 )
-            if isinstance(static, StaticLayout | StaticVisionLayout):
-                _check_layout(static, leaf, leaf_name)
-            elif isinstance(static, Tensor):
-                _check_tensor(static, leaf, leaf_name)
-            elif leaf is not static and leaf != static:
-                raise ValueError(
-                    f"{leaf_name} must be {static!r} as in example_batch, since a graph keeps "
-                    f"constants, got {shown(leaf)}"
-                )
+            try:
+                if isinstance(static, StaticLayout | StaticVisionLayout):
+                    _check_layout(static, leaf, leaf_name)
+                elif isinstance(static, Tensor):
+                    _check_tensor(static, leaf, leaf_name)
+                elif leaf is not static and leaf != static:
+                    raise ValueError(
+                        f"{leaf_name} must be {static!r} as in example_batch, since a graph keeps "
+                        f"constants, got {shown(leaf)}"
+                    )
+            except OtherSize as error:
+                of_other_size = of_other_size or error
+        if of_other_size is not None:
+            raise of_other_size
         return leaves
+
+    def moved(self, batch: object) -> Any:
+        """Return a batch of other sizes on the device, which waits for copies of its tensors."""
+        leaves, structure = pytree.tree_flatten(_in_order(batch))
+        kinds = (Tensor, PackedLayout, VisionLayout)
+        moved = [one.to(self._device) if isinstance(one, kinds) else one for one in leaves]
+        return pytree.tree_unflatten(moved, structure)
 
     def fill(self, leaves: list[Any]) -> None:
         """Copy leaves that `check` returned into the static tensors; asynchronous on a GPU."""
@@ -248,14 +263,16 @@ def _check_layout(static: StaticLayout | StaticVisionLayout, packed: Any, name: 
     try:
         static.check_form(packed)
     except ValueError as error:
-        raise ValueError(f"{name} must be like example_batch's layout: {error}") from None
+        raise type(error)(f"{name} must be like example_batch's layout: {error}") from None
 
 
 def _check_tensor(static: Tensor, tensor: Any, name: str) -> None:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor as in example_batch, got {shown(tensor)}")
     if tensor.shape != static.shape or tensor.dtype != static.dtype:
-        raise ValueError(
+        has_kind = tensor.dtype == static.dtype and tensor.dim() == static.dim()
+        error = OtherSize if has_kind else ValueError
+        raise error(
             f"{name} must be {static.dtype} {list(static.shape)} as in example_batch, got "
             f"{tensor.dtype} {list(tensor.shape)}"
         )

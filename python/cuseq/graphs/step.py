@@ -21,6 +21,7 @@ from cuseq._base.arguments import as_float, as_int, shown
 from cuseq._base.models import gather_what_is_needed, gathered_by_fsdp2
 from cuseq.graphs.batch import StaticBatch
 from cuseq.graphs.ranks import LastBackward, Ranks, check_groups_of_rows, group_of_ranks
+from cuseq.layout import OtherSize
 
 
 class GraphedStep:
@@ -35,7 +36,9 @@ class GraphedStep:
     cannot follow (loaded optimizer state, another weight decay, parameters that moved, froze or
     were replaced) the next call captures anew, and a warning says so. So does a row with more
     sequences than the graph attends over: the most of any row so far, rounded up to a power of two.
-    Modes of modules (`train`, `eval`) are those of the capture.
+    A batch of other sizes than the example, such as a row with more sequences than `max_seqs`, runs
+    as a plain step and warns; among the first `warmup` batches it is an error. Modes of modules
+    (`train`, `eval`) are those of the capture.
 
     On several ranks, each with the whole model, gradients are averaged over `group` as
     DistributedDataParallel does, inside the graph and while the backward runs. The gradients of
@@ -49,8 +52,9 @@ class GraphedStep:
             itself, not a DistributedDataParallel.
         optimizer: all parameters on one device. To be captured it must be `fused=True` or
             `capturable=True`.
-        example_batch: a batch of the form of all others: mappings, lists and tuples of tensors,
-            `PackedLayout` and constants. Layouts must be made with `max_seqs` below `total_tokens`.
+        example_batch: a batch of the form and sizes of all others: mappings, lists and tuples of
+            tensors, `PackedLayout` and constants. Layouts must be made with `max_seqs` below
+            `total_tokens`.
         scheduler: its `step()` is called after each step of the optimizer, on the host.
         max_grad_norm: clips the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does.
         accumulation: batches of a step. Their gradients are added: `loss_fn` divides its loss by
@@ -179,7 +183,7 @@ class GraphedStep:
 
     @property
     def captured(self) -> bool:
-        """Whether the last call replayed a graph."""
+        """Whether the step is captured, so that calls replay a graph."""
         return self._graph is not None
 
     @property
@@ -209,22 +213,29 @@ class GraphedStep:
                 filled when this is called, not by a copy that is still to come.
 
         Raises:
-            ValueError: a batch has another form, and nothing has been run; or `loss_fn` returned
-                more than one value.
+            ValueError: a batch has another form, or another size in the first `warmup` steps, and
+                nothing has been run; or `loss_fn` returned more than one value.
             TypeError: `loss_fn` did not return a tensor.
             RuntimeError: another rank raised, or is gone.
         """
         with self._telling():
-            given = self._check(batch)
+            batches = self._listed(batch)
+            given, of_other_size = self._check(batches)
             self._rooms = _larger(self._rooms, self._needed_rooms(given))
         stale = self._graph is not None and not self._graph.is_of(self._optimizer)
-        agreed = self._begin_to_agree(stale)  # the hosts hear of each other while they copy
+        # The hosts hear of each other while they copy.
+        agreed = self._begin_to_agree(stale, of_other_size)
         with self._telling(self._others_wait):
-            for static, leaves in zip(self._batches, given, strict=True):
-                static.fill(leaves)
-        stale = agreed()
-        if self._obstacle is not None or self._plain_steps_left > 0:
-            loss = self._plain_step()
+            values = []
+            for static, leaves, one in zip(self._batches, given, batches, strict=True):
+                if leaves is not None:
+                    static.fill(leaves)
+                values.append(static.moved(one) if leaves is None else static.value)
+        stale, skipped = agreed()
+        if self._obstacle is not None or self._plain_steps_left > 0 or skipped is not None:
+            if self._obstacle is None and skipped is not None:
+                warnings.warn(f"GraphedStep runs a step without its graph: {skipped}", stacklevel=2)
+            loss = self._plain_step(values)
         else:
             loss = self._replayed_step(stale)
         if self._scheduler is not None:
@@ -264,39 +275,63 @@ class GraphedStep:
             return []
         return [p for p in _all_parameters(self._optimizer) if p.requires_grad]
 
-    def _begin_to_agree(self, stale: bool) -> Callable[[], bool]:
-        """Return a function that lets this step be made as the other ranks do, and returns whether
-        the graph of one is stale.
+    def _begin_to_agree(
+        self, stale: bool, of_other_size: str | None = None
+    ) -> Callable[[], tuple[bool, str | None]]:
+        """Return a function that lets this step be made as the other ranks do.
+
+        That returns whether the graph of one is stale, and why a batch of one does not fit in it.
         """
         ranks = self._ranks
         if ranks is None:
-            return lambda: stale
+            return lambda: (stale, of_other_size)
         plain = 0 if self._obstacle is None else 1 + ranks.rank
-        agreed = ranks.begin_to_agree([plain, stale, *self._rooms])
+        skips = 0 if of_other_size is None else 1 + ranks.rank
+        agreed = ranks.begin_to_agree([plain, stale, skips, *self._rooms])
 
-        def finish() -> bool:
-            plain, any_stale, *self._rooms = agreed()
+        def finish() -> tuple[bool, str | None]:
+            plain, any_stale, skips, *self._rooms = agreed()
             if plain and self._obstacle is None:
                 self._give_up(f"rank {plain - 1} runs plain steps: its reason says why")
-            return bool(any_stale)
+            of_others = f"a batch of rank {skips - 1} has another size" if skips else None
+            return bool(any_stale), of_other_size or of_others
 
         return finish
 
     def _needed_rooms(self, given: Sequence[Sequence[Any] | None]) -> list[int]:
-        """Return the room that each layout needs for the batches of a step, by their leaves."""
+        """Return the room that each layout needs for the batches of a step, by their leaves; None
+        stands for a batch like the example.
+        """
         batches = zip(self._batches, given, strict=True)
         return functools.reduce(_larger, (batch.needed_rooms(leaves) for batch, leaves in batches))
 
-    def _check(self, batch: Any) -> list[list[Any]]:
+    def _listed(self, batch: Any) -> Sequence[Any]:
+        """Return the batches of a step."""
         if len(self._batches) == 1:
-            return [self._batches[0].check(batch, "batch")]
+            return [batch]
         if not isinstance(batch, Sequence) or len(batch) != len(self._batches):
             raise ValueError(
                 f"batch must be a list of accumulation = {len(self._batches)} batches, got "
                 f"{f'{len(batch)} of them' if isinstance(batch, Sequence) else shown(batch)}"
             )
-        numbered = enumerate(zip(self._batches, batch, strict=True))
-        return [static.check(one, f"batch[{number}]") for number, (static, one) in numbered]
+        return batch
+
+    def _check(self, batches: Sequence[Any]) -> tuple[list[list[Any] | None], str | None]:
+        """Return the leaves of each batch, None if it has other sizes than the example, and how
+        they differ. In the first steps other sizes are an error: rows of no one shape gain nothing.
+        """
+        given: list[list[Any] | None] = []
+        of_other_size = None
+        for number, (static, one) in enumerate(zip(self._batches, batches, strict=True)):
+            try:
+                name = "batch" if len(batches) == 1 else f"batch[{number}]"
+                given.append(static.check(one, name))
+            except OtherSize as error:
+                if self._plain_steps_left > 0:
+                    raise ValueError(str(error)) from None
+                given.append(None)
+                of_other_size = of_other_size or str(error)
+        return given, of_other_size
 
     def _give_up(self, obstacle: str) -> None:
         """Run plain steps from now on, because of an obstacle to a capture."""
@@ -305,31 +340,35 @@ class GraphedStep:
         for batch in self._batches:
             batch.mark_plain()
 
-    def _plain_step(self) -> Tensor:
+    def _plain_step(self, values: Sequence[Any] | None = None) -> Tensor:
         self._plain_steps_left = max(0, self._plain_steps_left - 1)
         self._optimizer.zero_grad(set_to_none=True)
         if self._stream is None:
             with _own_casts():
-                return self._run()
+                return self._run(values)
         # Autograd remembers the stream of a parameter's first use; it must be the capture's.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), _own_casts():
-            loss = self._run()
+            loss = self._run(values)
         current.wait_stream(self._stream)
         loss.record_stream(current)
         return loss
 
-    def _run(self) -> Tensor:
-        """Run the step over the static batches; gradients must be None before."""
+    def _run(self, values: Sequence[Any] | None = None) -> Tensor:
+        """Run the step over these batches, by default the static ones; gradients must be None
+        before.
+        """
         for batch in self._batches:
             batch.refill_block_masks()
+        if values is None:
+            values = [batch.value for batch in self._batches]
         if self._ranks is None:
-            loss = self._make_gradients(nullcontext)
+            loss = self._make_gradients(values, nullcontext)
             self._update()
             return loss
         with self._ranks.averaging(self._averaged()) as last_backward:
-            loss = self._make_gradients(last_backward)
+            loss = self._make_gradients(values, last_backward)
         with self._ranks.updating():
             self._update()
         return loss
@@ -342,13 +381,13 @@ class GraphedStep:
             self._grad_norm = norm.full_tensor() if self._are_sharded else norm
         self._optimizer.step()
 
-    def _make_gradients(self, around_last: LastBackward) -> Tensor:
+    def _make_gradients(self, values: Sequence[Any], around_last: LastBackward) -> Tensor:
         """Return the loss of all batches, with the last backward inside a context."""
         total: Tensor | None = None
-        for batch in self._batches:
+        for value in values:
             with self._autocast_region():
-                loss = _checked_loss(self._loss_fn(batch.value))
-            with around_last() if batch is self._batches[-1] else nullcontext():
+                loss = _checked_loss(self._loss_fn(value))
+            with around_last() if value is values[-1] else nullcontext():
                 loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None

@@ -21,11 +21,12 @@ from cuseq.layout.packed import (
     remember_offsets_on_host,
     special_kind,
 )
-from cuseq.layout.records import Part, Recipe, Records, Row, Tree
+from cuseq.layout.records import OtherSize, Part, Recipe, Records, Row, Tree
 from cuseq.layout.spans import Spans, checked_spans
 from cuseq.layout.static import StaticLayout, graph_room, needed_room
 
 __all__ = [
+    "OtherSize",
     "PackedLayout",
     "Part",
     "Recipe",

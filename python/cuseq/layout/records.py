@@ -327,13 +327,24 @@ def static_tensors(records: Records) -> list[Tensor]:
     return [tensor for path, tensor in tensors_of(own).items() if path[-1] not in _OF_LENGTHS]
 
 
+class OtherSize(ValueError):
+    """Two values are of one form but for their sizes."""
+
+
+def _is_size(fact: str) -> bool:
+    sizes = ("total_tokens", "max_seqs", "padded batch")
+    return fact in sizes or fact.startswith("shape of ")
+
+
 def check_like(mine: Records, other: Records) -> None:
-    """Raise ValueError unless `filled(mine, other)` is possible."""
+    """Raise ValueError unless `filled(mine, other)` is possible: OtherSize if only sizes differ."""
     facts = other.form()
-    for what, value in mine.form().items():
-        theirs = facts.get(what, value)  # one may lack the padded batch that it was made of
-        if value != theirs:
-            raise ValueError(f"other must have the same {what}: {value}, got {theirs}")
+    # One may lack the padded batch that it was made of.
+    apart = {what: value for what, value in mine.form().items() if facts.get(what, value) != value}
+    if apart:
+        what, value = next(iter(apart.items()))
+        error = OtherSize if all(map(_is_size, apart)) else ValueError
+        raise error(f"other must have the same {what}: {value}, got {facts[what]}")
     if mine.row.segments is not None and other.row.segments is not None:
         check_like(Records(mine.row.segments), Records(other.row.segments))
 

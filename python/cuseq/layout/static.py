@@ -77,7 +77,7 @@ class StaticLayout(PackedLayout):
         self._refill_block_masks()
 
     def check_form(self, packed: PackedLayout) -> None:
-        """Raise ValueError unless `load(packed)` is possible."""
+        """Raise ValueError unless `load(packed)` is possible: OtherSize if only sizes differ."""
         records.check_like(self._records, packed._records)
 
     @property

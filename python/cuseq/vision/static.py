@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cuseq._base.modes import is_capturing, outside_inference_mode
 from cuseq._base.transfer import copy_without_wait
-from cuseq.layout import StaticLayout
+from cuseq.layout import OtherSize, StaticLayout
 from cuseq.vision.layout import VisionLayout
 
 # Makes tensors for a tower of grids [n, 3], both on the host.
@@ -85,11 +85,12 @@ class StaticVisionLayout(VisionLayout):
         _check_tokens(self, tokens)
 
     def check_form(self, layout: VisionLayout) -> None:
-        """Raise ValueError unless `load(layout)` is possible."""
-        for name in ("room", "merge_size", "window_side", "frames_apart"):
+        """Raise ValueError unless `load(layout)` is possible: OtherSize if only sizes differ."""
+        for name in ("merge_size", "window_side", "frames_apart", "room"):
             mine, other = getattr(self, name), getattr(layout, name)
             if mine != other:
-                raise ValueError(f"other must have the same {name}: {mine}, got {other}")
+                error = OtherSize if name == "room" else ValueError
+                raise error(f"other must have the same {name}: {mine}, got {other}")
         for name in ("images", "windows"):
             mine, other = getattr(self, name), getattr(layout, name)
             if mine is not None:

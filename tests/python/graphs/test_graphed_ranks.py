@@ -696,6 +696,66 @@ def test_all_ranks_capture_anew_for_a_row_of_one():
     assert all(map(torch.equal, first["parameters"], second["parameters"]))
 
 
+def odd_sizes(rank: int, accumulation: int) -> dict[str, Any]:
+    """Train with a stand-in for a graph; two batches of rank 1 have other sizes than the rest."""
+
+    def capture(self: GraphedStep) -> None:
+        self._graph = Replays(self)
+        self._begin_to_agree(stale=False)()
+
+    graphed_step._obstacle = lambda *_: None
+    GraphedStep._capture = capture
+    model = made()
+    step = GraphedStep(
+        make_loss(model, accumulation), sgd(model), BATCHES[0],
+        accumulation=accumulation, warmup=1, max_grad_norm=1.0,
+    )  # fmt: skip
+    warned, replays = [], []
+    for number, batches in enumerate(odd_batches(rank, accumulation)):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            step(batches if accumulation > 1 else batches[0])
+        warned += [(number, str(one.message)) for one in found if "GraphedStep" in str(one.message)]
+        replays.append(hasattr(step._graph, "loss") and vars(step._graph).pop("loss") is not None)
+    return {
+        "warned": warned,
+        "replays": replays,
+        "parameters": [p.detach() for p in model.parameters()],
+    }
+
+
+def odd_batches(rank: int, accumulation: int) -> list[list[dict]]:
+    steps = batches_of(rank, 5, accumulation)
+    if rank == 1:
+        short = {"input_ids": torch.arange(20), "labels": torch.arange(20).roll(-1)}
+        short["packed"] = PackedLayout.from_lengths([12, 8], max_seqs=MAX_SEQS)
+        steps[2][-1] = short
+        steps[4][0] = make_batch([3] * 20, max_seqs=40)  # more than there is capacity for
+    return steps
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_batch_of_another_size_is_a_plain_step_of_all_ranks(accumulation):
+    model = made()
+    optimizer = sgd(model)
+    for batches in zip(*(odd_batches(rank, accumulation) for rank in range(RANKS)), strict=True):
+        optimizer.zero_grad()
+        for batch in itertools.chain(*batches):
+            (loss_of(model, batch) / RANKS / accumulation).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    first, second = distributed.run(odd_sizes, accumulation)
+    for one in (first, second):
+        expected = list(model.parameters())
+        torch.testing.assert_close(one["parameters"], expected, rtol=1e-5, atol=1e-6)
+        assert one["replays"] == [False, True, False, True, False]
+    assert [number for number, _ in first["warned"]] == [2, 4]
+    assert "without its graph: a batch of rank 1 has another size" in first["warned"][0][1]
+    name = "batch" if accumulation == 1 else "batch[1]"
+    assert f"{name}['input_ids'] must be torch.int64 [64]" in second["warned"][0][1]
+    assert "max_seqs: 8, got 40" in second["warned"][1][1]
+
+
 def test_all_ranks_run_plain_steps_if_one_cannot_capture():
     first, second = distributed.run(stood_in, True)
     assert first["reason"] == "rank 1 runs plain steps: its reason says why"

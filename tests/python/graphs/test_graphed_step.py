@@ -186,6 +186,36 @@ def test_batches_of_another_form_are_refused_before_anything_runs(device):
             accumulating(batch)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_batch_of_another_size_after_the_first_steps_is_a_plain_step(accumulation, device):
+    """The message names what differs; before and after it the graph is replayed."""
+    longer = {"input_ids": torch.arange(40) % VOCABULARY, "labels": torch.arange(40) % 7}
+    longer["packed"] = PackedLayout.from_lengths([9, 30], 40, max_seqs=MAX_SEQS)
+    batches = BATCHES * 3
+    batches[9], batches[12] = longer, make_batch([5] * 12, max_seqs=12)
+    model = TinyModel().to(device)
+    twin = copy.deepcopy(model)
+    expected, _ = plain_loop(twin, batches, accumulation=accumulation)
+    step, _ = graphed(model, accumulation=accumulation)
+    odd = {n // accumulation for n in (9, 12)} if device.type == "cuda" else set()
+    names = ["batch", "batch"] if accumulation == 1 else [r"batch\[1\]", r"batch\[0\]"]
+    whats = [r"\['input_ids'\] must be torch.int64 \[64\]", r"\['packed'\] .* max_seqs: 8, got 12"]
+    says = [f"runs a step without its graph: {name}{what}" for name, what in zip(names, whats)]
+    losses = []
+    for number, batch in enumerate(grouped(batches, accumulation)):
+        with pytest.warns(UserWarning, match=says.pop(0)) if number in odd else nullcontext():
+            losses.append(step(batch))
+    rounding = 2e-4 if device.type == "cuda" else 0.0
+    torch.testing.assert_close(losses, expected, rtol=rounding, atol=rounding)
+    assert step.captured == (device.type == "cuda"), step.reason
+    for batch in (
+        changed(labels=BATCHES[0]["labels"].int()),
+        changed(more=1),
+    ):  # not its size alone
+        with pytest.raises(ValueError, match="as in example|structure of example_batch"):
+            step([batch] * accumulation if accumulation > 1 else batch)
+
+
 def test_constants_must_stay(device):
     linear = nn.Linear(4, 1).to(device)
     optimizer = torch.optim.AdamW(linear.parameters(), fused=True)

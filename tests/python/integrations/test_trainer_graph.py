@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import nullcontext
 
 import distributed
 import pytest
@@ -338,6 +339,38 @@ def test_rows_without_one_shape_are_refused_by_name(tmp_path):
     trainer.data_collator = RowCollator(max_seqs=6)
     with pytest.raises(ValueError, match="as in example_batch"):
         trainer.train()
+
+
+class LongerCollator(RowCollator):
+    """Makes one row that is longer than the others."""
+
+    def __init__(self, number: int):
+        super().__init__(total_tokens=32, max_seqs=6)
+        self.left = number
+
+    def __call__(self, rows: list[list[dict]]) -> dict:
+        self.left -= 1
+        return (RowCollator(total_tokens=48, max_seqs=6) if self.left == 0 else super()).__call__(
+            rows
+        )
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_one_row_of_another_size_is_trained_too(steps, device, tmp_path):
+    found = []
+    for graph in (True, False):
+        trainer = make_trainer(
+            tmp_path, graph=graph, device=device.type, gradient_accumulation_steps=steps
+        )
+        trainer.data_collator = LongerCollator(15)
+        says = pytest.warns(UserWarning, match=r"without its graph: batch.*\['input_ids'\] must be")
+        with says if graph and device.type == "cuda" else nullcontext():
+            trainer.train()
+        found.append(trainer)
+        assert trainer.data_collator.left < 0
+    logs = [[log["loss"] for log in one.state.log_history if "loss" in log] for one in found]
+    rounding = 1e-3 if device.type == "cuda" else 1e-6
+    assert_close(logs[0], logs[1], rtol=rounding, atol=rounding)
 
 
 def test_a_trainer_on_a_gpu_replays_its_steps(cuda, one_gpu, tmp_path):

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from cuseq._base.models import rotations_by_length, text_config
+from cuseq._base.modes import is_capturing
 from cuseq.data.multimodal import MultimodalPackingCollator
 from cuseq.distributed import ContextParallel
 from cuseq.graphs import GraphedStep
@@ -211,7 +212,9 @@ class GraphedTraining(TrainerCallback):
         self._averaged = False  # whether gradients of the trainer's own step are those of all ranks
         self._steps = 0
         self._told = False
-        self.values: Tensor | None = None  # static: of each batch its loss and its metrics
+        self.values: Tensor | None = None  # of each batch of the last step its loss and its metrics
+        self._captured: list[Tensor] = []  # the same, where the last capture's replays write it
+        self._computed: list[Tensor] = []  # the same of batches that ran without a graph
         self._nothing: Tensor | None = None
 
     def _takes_this_step(self) -> bool:
@@ -266,7 +269,11 @@ class GraphedTraining(TrainerCallback):
         batches = [batch | {"inputs": self._inputs(batch["inputs"])} for batch in self._batches]
         if self.step is None:
             self.step = self._make_step(model, batches[0])
+        self._computed = []
         self.step(batches if len(batches) > 1 else batches[0])
+        # Before these there may be values of an earlier capture, or of one that failed.
+        self._captured = self._captured[-len(batches) :]
+        self.values = torch.stack(self._computed[-len(batches) :] or self._captured)
         self._batches, self._stepped = [], True
         self._tell_if_not_captured()
         self._add_losses()
@@ -296,20 +303,14 @@ class GraphedTraining(TrainerCallback):
                 "gradients would differ",
                 f"{len(trained - held)} outside",
             )
-        steps = args.gradient_accumulation_steps
         # accelerate's backward divides by this, the number of batches before transformers 5.9.
         parts = trainer.accelerator.gradient_accumulation_steps
-        # Rows of `values`. Each batch keeps its row, since a capture that fails may run some only.
-        rows: dict[int, int] = {}
 
         def loss_of(batch: dict[str, Any]) -> Tensor:
             loss, metrics = self.loss(model, dict(batch["inputs"]), batch["num_items"])
-            values = [value.detach().double() for value in (loss, *metrics)]
-            if self.values is None:
-                self.values = torch.zeros(
-                    steps, len(values), dtype=torch.float64, device=loss.device
-                )
-            self.values[rows.setdefault(id(batch), len(rows))].copy_(torch.stack(values))
+            values = torch.stack([value.detach().double() for value in (loss, *metrics)])
+            kept = self._captured if is_capturing(loss.device) else self._computed
+            kept.append(values)
             return loss / parts if parts > 1 else loss
 
         return GraphedStep(
@@ -317,7 +318,7 @@ class GraphedTraining(TrainerCallback):
             optimizer,
             example,
             max_grad_norm=args.max_grad_norm if args.max_grad_norm > 0 else float("inf"),
-            accumulation=steps,
+            accumulation=args.gradient_accumulation_steps,
             warmup=_WARMUP,
             group=None if args.world_size > 1 else False,
             model=model,
