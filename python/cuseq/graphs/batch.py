@@ -173,8 +173,8 @@ class StaticBatch:
         """Return the leaves of a batch; raise ValueError unless it has the form of the example.
 
         A tensor must have the example's shape and dtype, a layout its `total_tokens`, `max_seqs`
-        and kind; any other value must be equal to the example's. It is an OtherSize if everything
-        is right but for sizes.
+        and kind; any other value must be equal to the example's. The error is an OtherSize if
+        everything is right but for sizes.
         """
         leaves, structure = pytree.tree_flatten(_in_order(batch))
         if structure != self._structure:
@@ -183,7 +183,8 @@ class StaticBatch:
                 f"{name} must have the structure of example_batch, {_listed(self._places)}, got "
                 f"{_listed(given)}"
             )
-        of_other_size: OtherSize | None = None
+        # No exception is kept: with its traceback it would hold this and the graph.
+        of_other_size: str | None = None
         for static, place, leaf in zip(self._leaves, self._places, leaves, strict=True):
             leaf_name = name + place
             if type(leaf) is not type(static) and not isinstance(static, _STATIC):
@@ -201,9 +202,9 @@ class StaticBatch:
                         f"constants, got {shown(leaf)}"
                     )
             except OtherSize as error:
-                of_other_size = of_other_size or error
+                of_other_size = of_other_size or str(error)
         if of_other_size is not None:
-            raise of_other_size
+            raise OtherSize(of_other_size)
         return leaves
 
     def moved(self, batch: object) -> Any:

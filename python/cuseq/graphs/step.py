@@ -234,7 +234,10 @@ class GraphedStep:
         stale, skipped = agreed()
         if self._obstacle is not None or self._plain_steps_left > 0 or skipped is not None:
             if self._obstacle is None and skipped is not None:
-                warnings.warn(f"GraphedStep runs a step without its graph: {skipped}", stacklevel=2)
+                with self._telling():  # a warning may be an error here
+                    warnings.warn(
+                        f"GraphedStep runs a step without its graph: {skipped}", stacklevel=2
+                    )
             loss = self._plain_step(values)
         else:
             loss = self._replayed_step(stale)
@@ -359,8 +362,6 @@ class GraphedStep:
         """Run the step over these batches, by default the static ones; gradients must be None
         before.
         """
-        for batch in self._batches:
-            batch.refill_block_masks()
         if values is None:
             values = [batch.value for batch in self._batches]
         if self._ranks is None:
@@ -383,11 +384,13 @@ class GraphedStep:
 
     def _make_gradients(self, values: Sequence[Any], around_last: LastBackward) -> Tensor:
         """Return the loss of all batches, with the last backward inside a context."""
+        for batch in self._batches:
+            batch.refill_block_masks()
         total: Tensor | None = None
-        for value in values:
+        for number, value in enumerate(values, 1):
             with self._autocast_region():
                 loss = _checked_loss(self._loss_fn(value))
-            with around_last() if value is values[-1] else nullcontext():
+            with around_last() if number == len(values) else nullcontext():
                 loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
@@ -408,16 +411,18 @@ class GraphedStep:
             if self._graph is not None:
                 changed = "the optimizer's options, state or parameters changed"
                 fuller = "a row has more sequences, or a plan more parts, than those before"
-                warnings.warn(
-                    "GraphedStep captures anew, which takes longer than a step: "
-                    f"{changed if stale else fuller}",
-                    stacklevel=3,
-                )
+                with self._telling():
+                    warnings.warn(
+                        "GraphedStep captures anew, which takes longer than a step: "
+                        f"{changed if stale else fuller}",
+                        stacklevel=3,
+                    )
             self._graph = None
             self._capture()
         if self._graph is None:
             return self._plain_step()
         self._graph.replay(self._optimizer)
+        self._grad_norm = self._graph.grad_norm  # a plain step between replays has another
         return self._graph.loss.clone()
 
     def _capture(self) -> None:
@@ -444,7 +449,7 @@ class GraphedStep:
                 except Exception as error:
                     cause = error  # the end of the capture raises another
                     raise
-            self._graph = _Graph(graph, loss, rates, self._optimizer, self._rooms)
+            self._graph = _Graph(graph, loss, self._grad_norm, rates, self._optimizer, self._rooms)
         except Exception as error:
             self._optimizer.zero_grad(set_to_none=True)
             cause = cause or error
@@ -474,11 +479,12 @@ class _Graph:
         self,
         graph: torch.cuda.CUDAGraph,
         loss: Tensor,
+        grad_norm: Tensor | None,
         rates: list[Tensor],
         optimizer: Optimizer,
         rooms: list[int],
     ):
-        self.loss = loss
+        self.loss, self.grad_norm = loss, grad_norm
         self._rooms = rooms
         self._graph = graph
         # The learning rates are inputs of the graph, numbers on the host in the optimizer.

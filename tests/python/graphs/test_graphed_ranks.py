@@ -411,6 +411,8 @@ def one_fails(rank: int, where: str) -> tuple[str, str]:
     batch = BATCHES[0]
     if where == "batch" and rank == 1:
         batch = make_batch([64], max_seqs=MAX_SEQS + 1)
+    if where == "masks" and rank == 1:
+        StaticBatch.refill_block_masks = lambda self: {}["a fault of rank 1"]
     with pytest.raises((ValueError, RuntimeError, KeyError)) as raised:
         step(batch)
     result = type(raised.value).__name__, str(raised.value)
@@ -418,7 +420,9 @@ def one_fails(rank: int, where: str) -> tuple[str, str]:
     return result
 
 
-@pytest.mark.parametrize("where, kind", [("batch", "ValueError"), ("loss_fn", "KeyError")])
+@pytest.mark.parametrize(
+    "where, kind", [("batch", "ValueError"), ("loss_fn", "KeyError"), ("masks", "KeyError")]
+)
 def test_a_rank_that_raises_ends_the_step_of_the_others(where, kind):
     (other, message), (own, _) = distributed.run(one_fails, where)
     assert own == kind
@@ -651,7 +655,7 @@ class Replays:
         return rooms <= self.rooms
 
     def replay(self, optimizer: object) -> None:
-        self.loss = self._step._plain_step()
+        self.loss, self.grad_norm = self._step._plain_step(), self._step._grad_norm
 
 
 def stood_in(rank: int, failing: bool) -> dict[str, Any]:

@@ -187,7 +187,9 @@ def test_batches_of_another_form_are_refused_before_anything_runs(device):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_batch_of_another_size_after_the_first_steps_is_a_plain_step(accumulation, device):
+def test_a_batch_of_another_size_after_the_first_steps_is_a_plain_step(
+    accumulation, device, monkeypatch
+):
     """The message names what differs; before and after it the graph is replayed."""
     longer = {"input_ids": torch.arange(40) % VOCABULARY, "labels": torch.arange(40) % 7}
     longer["packed"] = PackedLayout.from_lengths([9, 30], 40, max_seqs=MAX_SEQS)
@@ -195,23 +197,34 @@ def test_a_batch_of_another_size_after_the_first_steps_is_a_plain_step(accumulat
     batches[9], batches[12] = longer, make_batch([5] * 12, max_seqs=12)
     model = TinyModel().to(device)
     twin = copy.deepcopy(model)
-    expected, _ = plain_loop(twin, batches, accumulation=accumulation)
-    step, _ = graphed(model, accumulation=accumulation)
-    odd = {n // accumulation for n in (9, 12)} if device.type == "cuda" else set()
+    expected, norms = plain_loop(twin, batches, accumulation=accumulation, max_grad_norm=0.5)
+    step, _ = graphed(model, accumulation=accumulation, max_grad_norm=0.5)
+    is_on_gpu = device.type == "cuda"
+    odd = {n // accumulation for n in (9, 12)} if is_on_gpu else set()
     names = ["batch", "batch"] if accumulation == 1 else [r"batch\[1\]", r"batch\[0\]"]
     whats = [r"\['input_ids'\] must be torch.int64 \[64\]", r"\['packed'\] .* max_seqs: 8, got 12"]
-    says = [f"runs a step without its graph: {name}{what}" for name, what in zip(names, whats)]
-    losses = []
+    says = [
+        f"runs a step without its graph: {n}{what}" for n, what in zip(names, whats, strict=True)
+    ]
+    replayed = []
+    replay = graphed_step._Graph.replay
+
+    def counted(self, optimizer):
+        replayed.append(number)
+        replay(self, optimizer)
+
+    monkeypatch.setattr(graphed_step._Graph, "replay", counted)
+    losses, found_norms = [], []
     for number, batch in enumerate(grouped(batches, accumulation)):
         with pytest.warns(UserWarning, match=says.pop(0)) if number in odd else nullcontext():
             losses.append(step(batch))
-    rounding = 2e-4 if device.type == "cuda" else 0.0
+        found_norms.append(step.grad_norm)
+    rounding = 2e-4 if is_on_gpu else 0.0
     torch.testing.assert_close(losses, expected, rtol=rounding, atol=rounding)
-    assert step.captured == (device.type == "cuda"), step.reason
-    for batch in (
-        changed(labels=BATCHES[0]["labels"].int()),
-        changed(more=1),
-    ):  # not its size alone
+    torch.testing.assert_close(found_norms, norms, rtol=1e-3, atol=1e-5)
+    assert replayed == [n for n in range(2, len(losses)) if is_on_gpu and n not in odd]
+    wrong = (changed(labels=BATCHES[0]["labels"].int()), changed(more=1))  # not their sizes alone
+    for batch in wrong:
         with pytest.raises(ValueError, match="as in example|structure of example_batch"):
             step([batch] * accumulation if accumulation > 1 else batch)
 
@@ -635,7 +648,7 @@ def test_a_graph_has_room_for_the_most_sequences_so_far(monkeypatch):
 
     class Graph:
         def __init__(self, room: int):
-            self.room, self.loss = room, torch.zeros(())
+            self.room, self.loss, self.grad_norm = room, torch.zeros(()), None
 
         def is_of(self, optimizer: object) -> bool:
             return True
@@ -751,8 +764,8 @@ def test_large_tensors_arrive_while_the_step_before_runs(cuda):
         running = torch.cuda.Event()
         running.record()
         batch = large_batch(seed)
-        given = step._check(batch)
-        step._batches[0].fill(given[0])
+        (leaves,), _ = step._check([batch])
+        step._batches[0].fill(leaves)
         (arrival,) = step._batches[0]._arrivals.values()
         with torch.cuda.stream(arrival._stream):
             arrived = arrival._tensor.to("cpu")

@@ -671,7 +671,9 @@ def test_masks_of_a_static_layout_wait_for_the_step():
     first, second = (PackedLayout.from_lengths(n, 256, max_seqs=4) for n in ([100, 50], [7, 90]))
     static = StaticLayout.like(first, torch.device("cpu"))
     held = [static.block_mask(hold=True), static.chunked(32).block_mask(hold=True)]
+    old = [mask.kv_num_blocks.clone() for mask in held]
     static.load(second)
+    assert all(torch.equal(mask.kv_num_blocks, one) for mask, one in zip(held, old, strict=True))
     static.refill_block_masks()
     expected = [second.block_mask(), second.chunked(32).block_mask()]
     assert [static.block_mask(hold=True), static.chunked(32).block_mask(hold=True)] == held
