@@ -53,7 +53,7 @@ class Options(Inputs):
 
 def main() -> None:
     train(*_ranks.begin(__doc__, Options))
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # train() has let go of the step, whose graph this waits for
 
 
 def train(options: Options) -> list[float]:

@@ -44,7 +44,8 @@ class GraphedStep:
     DistributedDataParallel does, inside the graph and while the backward runs. The gradients of
     parameters that FSDP2 sharded are its own business, which the graph has in it too. All ranks
     make each step alike: if one cannot replay, all run the plain step or capture anew, and if one
-    raises, the others do.
+    raises, the others do. Let go of the step before `torch.distributed.destroy_process_group`,
+    which waits, without end, while a graph with NCCL in it is there.
 
     Args:
         loss_fn: called with a batch, returns the loss, a scalar tensor. It must not read values of

@@ -342,7 +342,7 @@ def check_like(mine: Records, other: Records) -> None:
     # One may lack the padded batch that it was made of.
     apart = {what: value for what, value in mine.form().items() if facts.get(what, value) != value}
     if apart:
-        what = min(apart, key=_is_size)  # the first that is no size, if there is one
+        what = min(apart, key=_is_size)  # the first that is not a size, if there is one
         error = OtherSize if _is_size(what) else ValueError
         raise error(f"other must have the same {what}: {apart[what]}, got {facts[what]}")
     if mine.row.segments is not None and other.row.segments is not None:
